@@ -1,0 +1,52 @@
+"""Options, fixtures and markers of the whole suite; functions that tests import are in helpers/."""
+
+import os
+
+import hypothesis
+import pytest
+from helpers.clock import ManualClock
+from helpers.gpu import NoGpuError, require_gpu
+
+# "ci" gives every machine the same examples, so a red run can be repeated; "explore" looks for new
+# ones and keeps those that failed in .hypothesis/.
+hypothesis.settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=100, database=None
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        action="append",
+        metavar="NAME",
+        help="run tests that take the `backend` fixture on this device; may be repeated (cpu)",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" in metafunc.fixturenames:
+        devices = list(dict.fromkeys(metafunc.config.getoption("--device") or ["cpu"]))
+        metafunc.parametrize("backend", devices, scope="session")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("needs_gpu") is None:
+        return
+    try:
+        require_gpu()
+    except NoGpuError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def store_path(tmp_path):
+    """Return a path at which a test may create a store; nothing is there yet."""
+    return tmp_path / "chats.kalos"
+
+
+@pytest.fixture
+def clock():
+    """Return a clock with ``now`` and ``advance(seconds)``, to be passed as ``clock=``."""
+    return ManualClock()
