@@ -5,6 +5,7 @@ name. ``cuda/`` is shipped as ``kalos_ctx/_kernels`` so that NVRTC finds the sou
 """
 
 import glob
+import multiprocessing
 import os
 
 from Cython.Build import cythonize
@@ -14,6 +15,9 @@ DEBUG = os.environ.get("KALOS_DEBUG") == "1"
 HEADERS = sorted(glob.glob("cuda/*.h") + glob.glob("cython_ext/kalos_ctx/*.h"))
 # Modules that include the C++ planner; the others are plain C.
 CXX_MODULES = {"_planner", "_assembler"}
+JOBS = os.cpu_count() or 1
+# Cython's worker processes would run this file again under any other start method.
+CYTHON_JOBS = JOBS if multiprocessing.get_start_method() == "fork" else 0
 
 
 def extension(path: str) -> Extension:
@@ -39,6 +43,7 @@ setup(
         [extension(path) for path in sorted(glob.glob("cython_ext/kalos_ctx/*.pyx"))],
         include_path=["cython_ext"],
         build_dir="build",
+        nthreads=CYTHON_JOBS,
         compiler_directives={
             "language_level": 3,
             "binding": True,
@@ -51,6 +56,7 @@ setup(
             "freethreading_compatible": False,
         },
     ),
+    options={"build_ext": {"parallel": JOBS}},
     package_dir={"kalos_ctx._kernels": "cuda"},
     packages=[
         "kalos_ctx",
@@ -62,6 +68,6 @@ setup(
     package_data={
         "kalos_ctx": ["*.pyi", "py.typed"],
         "kalos_ctx._kernels": ["*.h", "*.cuh", "*.cu"],
-        "kalos_ctx.demo_data": ["*"],
+        "kalos_ctx.demo_data": ["*.*", "qwen3/*", "licences/*"],
     },
 )

@@ -177,7 +177,8 @@ typedef struct kalos_index_header {
   uint64_t epoch;       // writer epoch in which the index was last written, | 1 while it is being written
   uint64_t roots_version;  // roots[roots_version & 1] is valid
   uint64_t num_slots;
-  uint8_t reserved[432];
+  uint64_t applied;       // end of the last batch that was applied; trusted within one boot
+  uint8_t reserved[424];
   kalos_roots roots[2];
 } kalos_index_header;
 KALOS_STATIC_ASSERT(sizeof(kalos_index_header) == 1024, "kalos_index_header");
@@ -257,7 +258,6 @@ KALOS_STATIC_ASSERT(sizeof(kalos_change) == 320, "kalos_change");
 #define KALOS_HAS_TEXT 0x01u
 #define KALOS_HAS_METADATA 0x02u
 #define KALOS_HAS_GROUP 0x04u
-#define KALOS_HAS_INT_GROUP 0x08u  // the group was an int
 #define KALOS_HAS_KEY 0x10u
 #define KALOS_HAS_VECTOR 0x20u
 
@@ -345,11 +345,12 @@ typedef struct kalos_state {  // two copies, written in turn; the valid one with
   uint32_t clean;  // the writer closed in order
   uint32_t vector_dim;
   uint32_t vocab_size;  // 0: any
+  kalos_roots roots;    // as of the checkpoint
+  uint32_t durability;  // of the writer: 0 process, 1 group, 2 each
   uint32_t reserved[20];
-  uint32_t reserved2;
   uint32_t crc;
 } kalos_state;
-KALOS_STATIC_ASSERT(sizeof(kalos_state) == 208, "kalos_state");
+KALOS_STATIC_ASSERT(sizeof(kalos_state) == 464, "kalos_state");
 
 typedef struct kalos_words {  // single words, each with 16 bits of check above 48 bits of value
   uint64_t committed;   // end of the last whole batch in the log

@@ -108,6 +108,7 @@ cdef extern from "kalos_layout.h" nogil:
         uint64_t epoch
         uint64_t roots_version
         uint64_t num_slots
+        uint64_t applied
         kalos_roots roots[2]
 
     ctypedef struct kalos_row:
@@ -159,8 +160,8 @@ cdef extern from "kalos_layout.h" nogil:
         uint8_t digest[16]
         kalos_image image
         kalos_entry entry
-    const uint32_t KALOS_HAS_TEXT, KALOS_HAS_METADATA, KALOS_HAS_GROUP, KALOS_HAS_INT_GROUP
-    const uint32_t KALOS_HAS_KEY, KALOS_HAS_VECTOR
+    const uint32_t KALOS_HAS_TEXT, KALOS_HAS_METADATA, KALOS_HAS_GROUP, KALOS_HAS_KEY
+    const uint32_t KALOS_HAS_VECTOR
 
     ctypedef struct kalos_item:
         uint64_t tokens_pos
@@ -225,6 +226,8 @@ cdef extern from "kalos_layout.h" nogil:
         uint32_t clean
         uint32_t vector_dim
         uint32_t vocab_size
+        kalos_roots roots
+        uint32_t durability
         uint32_t crc
 
     ctypedef struct kalos_words:

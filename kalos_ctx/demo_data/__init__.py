@@ -46,15 +46,15 @@ def data_path(name: str) -> Path:
 
 
 def tokenizer_dir() -> Path:
-    """Return the folder of Qwen3's tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Return the folder of Qwen3's tokenizer, its configuration and its chat template."""
     return data_path("qwen3/tokenizer.json").parent
 
 
 def conversations() -> list[dict[str, Any]]:
     """Return 35 conversations: 25 between two people, then 10 with tool calls.
 
-    Each has ``id``, ``source``, ``prompt`` and ``messages``, the latter in the OpenAI form (``role``,
-    ``content``, and ``tool_calls`` or ``tool_call_id`` with ``name`` where tools are called).
+    Each has ``id``, ``source``, ``prompt`` and ``messages``, the latter in the OpenAI form:
+    ``role``, ``content``, and ``tool_calls`` or ``tool_call_id`` with ``name`` for tools.
     """
     return _read_jsonl("conversations.jsonl")
 
@@ -70,9 +70,9 @@ def passages() -> list[dict[str, Any]]:
 def queries() -> list[dict[str, Any]]:
     """Return 64 messages of chats, row for row with `query_vectors`.
 
-    Each has ``id``, ``conv``, ``turn``, ``text``, ``top10`` (the ``id`` of the ten best passages) and
-    ``scores`` (their inner products in float32). For 25 of them ``conv`` and ``turn`` name a message
-    of `conversations`.
+    Each has ``id``, ``conv``, ``turn``, ``text``, ``top10`` (the ``id`` of the ten best passages)
+    and ``scores`` (their inner products in float32). For 25 of them ``conv`` and ``turn`` name a
+    message of `conversations`.
     """
     return _read_jsonl("queries.jsonl")
 

@@ -1,7 +1,7 @@
 """Whether this machine has a CUDA device, asked of the driver alone.
 
-Neither cuda-python nor Kalos takes part: if one of them is broken on a machine with a GPU, the tests
-that need the GPU fail there; they are not skipped.
+Neither cuda-python nor Kalos takes part: if one of them is broken on a machine with a GPU, the
+tests that need the GPU fail there; they are not skipped.
 """
 
 import ctypes

@@ -18,25 +18,25 @@ def read_jsonl_gz(name: str) -> list[dict]:
 
 @functools.cache
 def dialogues() -> list[dict]:
-    """Return all 450 conversations; callers do not change them."""
+    """Return all 450 conversations; not to be changed."""
     return read_jsonl_gz("dialogues.jsonl.gz")
 
 
 @functools.cache
 def passages() -> list[dict]:
-    """Return 5,000 windows of chats, row for row with ``vectors()[0]``; callers do not change them."""
+    """Return 5,000 windows of chats, row for row with ``vectors()[0]``; not to be changed."""
     return read_jsonl_gz("passages.jsonl.gz")
 
 
 @functools.cache
 def queries() -> list[dict]:
-    """Return 200 messages, row for row with ``vectors()[1]``; callers do not change them."""
+    """Return 200 messages, row for row with ``vectors()[1]``; not to be changed."""
     return read_jsonl_gz("queries.jsonl.gz")
 
 
 @functools.cache
 def vectors() -> tuple[np.ndarray, np.ndarray]:
-    """Return float16 embeddings, read-only: passages of shape (5000, 384), queries of (200, 384)."""
+    """Return float16 embeddings, read-only: passages (5000, 384), queries (200, 384)."""
     with np.load(DATA / "embeddings_minilm.npz") as arrays:
         found = arrays["passages"], arrays["queries"]
     for array in found:

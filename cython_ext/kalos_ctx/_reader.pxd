@@ -1,0 +1,64 @@
+"""Reading a store: sessions, turns, passages, tables. The writer derives from it."""
+
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+
+from kalos_ctx._control cimport Control
+from kalos_ctx._index cimport EntryTable, Index
+from kalos_ctx._layout cimport kalos_entry, kalos_image
+from kalos_ctx._log cimport Log
+from kalos_ctx._segment cimport MappedFile, SegmentSet
+
+cdef class TokenView:
+    cdef MappedFile file            # keeps the mapping alive
+    cdef const int32_t* data
+    cdef Py_ssize_t length
+    cdef Py_ssize_t stride
+
+cdef class Turn:
+    cdef readonly uint32_t seq
+    cdef uint8_t role_code
+    cdef readonly double created_at
+    cdef TokenView view
+    cdef object ids                 # numpy array, made at first use
+    cdef bytes raw_text
+    cdef bytes raw_metadata
+    cdef bytes raw_group            # its first byte tells str (s) from int (i)
+
+cdef class Passage:
+    cdef readonly uint64_t id
+    cdef readonly double created_at
+    cdef TokenView view
+    cdef object ids
+    cdef bytes raw_text
+    cdef bytes raw_metadata
+    cdef bytes raw_vector           # as stored
+    cdef bint half
+
+cdef class StoreReader:
+    cdef readonly str path
+    cdef int dirfd
+    cdef int genfd
+    cdef readonly uint32_t generation
+    cdef readonly Control control
+    cdef readonly Log log
+    cdef readonly Index index
+    cdef readonly SegmentSet tokens
+    cdef readonly SegmentSet vectors
+    cdef readonly bint writable
+    cdef readonly bint closed
+    cdef uint64_t seen_generation
+    cdef uint64_t seen_epoch
+    cdef readonly uint32_t row_stride       # bytes from one vector row to the next
+    cdef readonly uint32_t rows_per_segment
+
+    cdef int open_generation(self, uint32_t generation, bint create) except -1
+    cdef int enter(self) except -1
+    cdef int set_vector_layout(self) except -1
+    cdef uint64_t find(self, uint32_t kind, bytes tenant, bytes name, kalos_image* out) except? 0
+    cdef const int32_t* token_run(self, uint64_t pos, uint32_t n, uint32_t crc) except? NULL
+    cdef Turn read_turn(self, const kalos_entry* entry)
+    cdef Passage read_passage(self, const kalos_entry* entry)
+    cdef TokenView view_of(self, const kalos_entry* entry)
+    cdef bint is_expired(self, const kalos_entry* entry, double now) except -1
+    cdef int fill_columns(self, EntryTable* table, uint32_t start, uint64_t[::1] ids, uint32_t[::1] rows,
+                          uint64_t[::1] lsns, uint8_t[::1] flags) except -1
