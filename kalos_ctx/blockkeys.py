@@ -1,11 +1,12 @@
 """Keys of a window's leading blocks: which prefix of it another place may already hold.
 
-Two kinds. `block_keys` is for routing: fast 64-bit keys that a router which follows the same published recipe
-computes too; they are hints, since 64 bits can be made to collide on purpose. `block_keys_sha256` is for
-deciding that memory is shared: collisions cannot be made, and the salt keeps tenants apart.
+Two kinds. `block_keys` is for routing: fast 64-bit keys that a router which follows the same
+published recipe computes too; they are hints, since 64 bits can be made to collide on purpose.
+`block_keys_sha256` is for deciding that memory is shared: nobody can make a collision, and the salt
+keeps tenants apart.
 
-Both hash whole blocks only, over fixed-width little-endian integers, so that every process, host and Python
-gives the same keys.
+Both hash whole blocks only, over fixed-width little-endian integers, so that every process, host
+and Python gives the same keys.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _blocks(token_ids: ArrayLike, block_size: int) -> list[memoryview]:
     if size < 1:
         raise InvalidArgument(f"block_size must be at least 1 (got {size})")
     words = _token_words(token_ids)
-    data = memoryview(words.view(np.uint8)) if words.size else memoryview(b"")
+    data = memoryview(words.tobytes())
     return [data[4 * i : 4 * (i + size)] for i in range(0, words.size - size + 1, size)]
 
 
@@ -117,7 +118,8 @@ def block_keys_sha256(token_ids: ArrayLike, block_size: int, salt: bytes = b"") 
     block_size : int
         Tokens a block, at least 1.
     salt : bytes
-        What may not share, such as the tenant and the model; it enters the first block's key, and with it all.
+        What may not share, such as the tenant and the model; it enters the first block's key, and
+        through the chain all others.
 
     Returns
     -------

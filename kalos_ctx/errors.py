@@ -34,6 +34,10 @@ class StoreNotFound(KalosError, LookupError):
     """There is no store at the path."""
 
 
+class PassageNotFound(KalosError, LookupError):
+    """The passage (or the collection) is not in the store."""
+
+
 class StoreLocked(KalosError):
     """Another process (or another object in this one) writes to the store."""
 

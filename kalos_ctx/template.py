@@ -13,7 +13,6 @@ result is that of a longer one on the probes, and `kalos_ctx.proof` compares who
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +25,7 @@ from kalos_ctx.sandbox import GuardedTemplate, TemplateRaised
 Message = dict[str, Any]
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 HEAD_ROLES = ("system", "developer")
+FIXED_CLOCK = 1_700_000_000.0
 # Strings that a template cannot take for anything else and that survive trimming and JSON.
 MARK = "Kq7zKalosProbe"
 CALL: Mapping[str, Any] = {
@@ -197,8 +197,8 @@ class ChatTemplate:
             "add_generation_prompt": ask,
             **self.special_tokens,
         }
-        moment = time.time() if now is None else now
-        return self.guarded.render(variables, moment, input_chars)
+        # What is learned holds for ever, so it is learned at a fixed time; only heads have a date.
+        return self.guarded.render(variables, FIXED_CLOCK if now is None else now, input_chars)
 
     def whole(self, messages: Sequence[Message], **options: Any) -> str:
         """Return W(messages), for messages that end in a user turn."""

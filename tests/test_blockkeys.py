@@ -1,4 +1,4 @@
-"""Block keys: the published routing recipe, and salted chains that are the same in every process."""
+"""Block keys: the published routing recipe, and chains that are the same in every process."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kalos_ctx._planner import (
     ROLE_CODES,
     FlatHistory,
-    HistoryPlan,
     WalkState,
     low_water_mark,
     merge_history,
@@ -21,8 +20,8 @@ from kalos_ctx._planner import (
     unit_firsts,
     unit_starts,
 )
-from kalos_ctx.errors import BudgetExceeded, InvalidArgument, InvalidType
-from kalos_ctx.planner import Plan, PlanItem, Policy, divide_budget, role_mask
+from kalos_ctx.errors import InvalidArgument
+from kalos_ctx.planner import divide_budget, role_mask
 
 ROLES = ("system", "user", "assistant", "tool", "function")
 
@@ -75,10 +74,13 @@ def expand(turns, made):
     _, orphans = plain_planner.links_and_orphans(turns)
     run = [t for t in range(made.begin, made.end) if t not in orphans]
     tokens = plain_planner.tokens_of(turns, run)[made.offset :]
+    assert not tokens or tokens[0] == (made.begin, made.offset)
     if made.call is not None:
         behind = [t for t in range(made.call, made.end) if t not in orphans]
         whole = plain_planner.tokens_of(turns, behind)
-        tokens = [token for token in whole if token[0] == made.call] + tokens
+        call = [token for token in whole if token[0] == made.call]
+        assert whole[len(call)] != tokens[0]  # something lies between, else there is no cut
+        tokens = call + tokens
     return tokens
 
 
@@ -105,6 +107,63 @@ def test_plan_of_any_history_equals_the_plain_planner(turns, budget, how, groups
     )
     assert expand(turns, made) == kept
     assert (made.outcome, made.num_tokens) == (outcome, len(kept))
+
+
+def random_history(rng):
+    """Return up to 16 short turns, often grouped, orphaned, in shared blocks or cut characters."""
+    turns = [
+        Turn(
+            rng.choice(ROLES[1:4]) if rng.random() < 0.9 else rng.choice(ROLES),
+            rng.randint(1, 6),
+            rng.randint(0, 2) if rng.random() < 0.4 else None,
+            starts=[rng.random() < 0.6 for _ in range(6)] if rng.random() < 0.5 else [],
+        )
+        for _ in range(rng.randint(0, 16))
+    ]
+    return mark_trims(turns, [rng.choice((0, 0, 1, 2)) for _ in turns])
+
+
+def random_roles(rng):
+    return rng.sample(ROLES, rng.choice((0, 0, 0, 1, 2)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_of_many_short_histories_equals_the_plain_planner(seed):
+    """Short turns and small budgets, so that sums often meet a limit exactly."""
+    rng = random.Random(seed)
+    for _ in range(2000):
+        turns, groups = random_history(rng), rng.random() < 0.8
+        budget = rng.randint(0, sum(turn.length for turn in turns) + 1)
+        how = {
+            "low_water": rng.choice((0.01, 0.3, 0.5, 0.5, 0.9, 1.0)),
+            "stable": rng.random() < 0.6,
+            "partial": rng.random() < 0.5,
+        }
+        start, end = random_roles(rng), random_roles(rng)
+        made = flatten(turns, groups).plan(budget, start_on=mask(*start), end_on=mask(*end), **how)
+        kept, outcome = plain_planner.plan(
+            turns, budget, keep_groups=groups, start_on=start, end_on=end, **how
+        )
+        assert (expand(turns, made), made.outcome) == (kept, outcome)
+        assert made.num_tokens == len(kept)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_resume_over_many_short_histories_equals_plans_from_scratch(partial):
+    rng = random.Random(partial)
+    for _ in range(800):
+        turns, walk, live = random_history(rng), WalkState(), 0
+        budget = rng.randint(1, 20)
+        for size in sorted(rng.sample(range(len(turns) + 1), min(len(turns), 6))):
+            live = max(live, size - rng.choice((0, 0, 1, 3)))
+            provisional = [
+                Turn(turn.role, turn.length + (3 if t >= live else 0), turn.group, turn.trim)
+                for t, turn in enumerate(turns[:size])
+            ]
+            history = flatten(provisional)
+            went_on = history.plan(budget, settled=live, resume=walk, partial=partial)
+            scratch = history.plan(budget, partial=partial)
+            assert (went_on.begin, went_on.offset) == (scratch.begin, scratch.offset)
 
 
 @given(histories(max_size=60), st.integers(1, 90), options)
@@ -307,6 +366,16 @@ def test_merged_history_holds_the_tokens_of_the_plain_merge(turns, budget, data)
         assert first == whole[len(whole) - cut.num_tokens]
 
 
+def test_cut_in_a_merged_run_finds_the_turn_across_an_orphan():
+    turns = [Turn("user", 8), Turn("tool", 5, group=9), Turn("user", 8)]
+    roles, (lengths, firsts, trims, skips) = merged(turns, [2] * 3, [3] * 3)
+    assert (lengths.tolist(), skips.tolist()) == ([8, 0, 3], [0, 0, 2])
+    history = FlatHistory(lengths, roles, unit_first=firsts, trims=trims)
+    # Five tokens of the first turn, then six of the third without its prefix.
+    made = [history.plan(keep, stable=False, partial=True) for keep in (7, 6, 4)]
+    assert [(plan.begin, plan.offset) for plan in made] == [(0, 4), (2, 0), (2, 2)]
+
+
 def test_b39_merge_makes_two_user_turns_one_with_one_header():
     roles, (lengths, firsts, trims, skips) = merged(chat(6, 7, 5, roles="uua"), [2] * 3, [1] * 3)
     assert lengths.tolist() == [6, 4, 5]
@@ -455,101 +524,3 @@ def test_b104_boundary_moves_seldom_and_the_prefix_is_reused():
         before = made
     assert 1 <= moves <= math.ceil(sum(lengths) / low_water_mark(budget, 0.5))
     assert sum(reuse) / len(reuse) >= 0.90
-
-
-# ---- Policy, budgets, records ------------------------------------------------------------------
-
-
-def test_policy_has_the_documented_defaults_and_is_hashable():
-    policy = Policy()
-    assert (policy.strategy, policy.low_water, policy.recall_tokens) == ("last", 0.5, None)
-    assert policy.stable_prefix
-    assert policy.keep_groups
-    assert policy.include_system
-    assert not policy.allow_partial
-    assert not policy.generation_prompt
-    assert (policy.alternation, policy.on_overflow) == ("off", "raise")
-    assert hash(Policy(start_on={"user", "assistant"})) == hash(
-        Policy(start_on=["assistant", "user"])
-    )
-    assert (Policy(start_on="user").start_mask, Policy().end_mask) == (1 << ROLE_CODES["user"], 0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "error"),
-    [
-        ("strategy", "first", InvalidArgument),
-        ("strategy", None, InvalidType),
-        ("alternation", "on", InvalidArgument),
-        ("on_overflow", "", InvalidArgument),
-        ("allow_partial", 1, InvalidType),
-        ("stable_prefix", None, InvalidType),
-        ("low_water", 0, InvalidArgument),
-        ("low_water", 1.01, InvalidArgument),
-        ("low_water", float("nan"), InvalidArgument),
-        ("low_water", True, InvalidType),
-        ("low_water", "0.5", InvalidType),
-        ("recall_tokens", -1, InvalidArgument),
-        ("recall_tokens", 1.5, InvalidType),
-        ("recall_tokens", False, InvalidType),
-        ("start_on", "narrator", InvalidArgument),
-        ("start_on", (), InvalidArgument),
-        ("end_on", 3, InvalidType),
-        ("end_on", ["user", 3], InvalidType),
-    ],
-)
-def test_policy_refuses_what_it_does_not_know_and_names_it(field, value, error):
-    with pytest.raises(error, match=f"^{field} must"):
-        Policy(**{field: value})
-
-
-def test_b86_zero_is_not_none_in_every_number():
-    parts = {"system": 4}
-    assert divide_budget(100, 0, parts, recalls=True, recall_tokens=None).recall == 25
-    assert divide_budget(100, 0, parts, recalls=True, recall_tokens=0).recall == 0
-    assert divide_budget(100, 20, parts, recalls=True, recall_tokens=500).history == 0
-    assert divide_budget(100, 20, parts, recalls=False, recall_tokens=50).history == 76
-    assert Policy(recall_tokens=np.int64(0)).recall_tokens == 0
-
-
-def test_b04_head_that_does_not_fit_names_every_segment():
-    with pytest.raises(BudgetExceeded, match="system 6, profile 8") as caught:
-        divide_budget(12, 2, {"system": 6, "profile": 8}, recalls=False, recall_tokens=None)
-    assert caught.value.by_segment == {"system": 6, "profile": 8}
-    assert (caught.value.budget, caught.value.over) == (10, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (lambda: divide_budget(-1, 0, {}, recalls=False, recall_tokens=None), "max_tokens"),
-        (lambda: divide_budget(8, 9, {}, recalls=False, recall_tokens=None), "reserve"),
-        (lambda: FlatHistory([1], [9]), "roles"),
-        (lambda: FlatHistory([1, 1], [2]), "roles"),
-        (lambda: FlatHistory([1, 1], [2, 2], unit_first=[0, 2]), "unit_first"),
-        (lambda: FlatHistory([2**53, 1], [2, 2]), "lengths"),
-        (lambda: FlatHistory([1], [2]).plan(5, num_turns=2), "num_turns"),
-        (lambda: FlatHistory([1], [2]).plan(5, low_water=0), "low_water"),
-        (lambda: FlatHistory([1], [2]).plan(5).fate(1), "turn"),
-        (lambda: select_passages_flat([1], [0], [1], budget=5), "same_as"),
-    ],
-)
-def test_wrong_numbers_are_refused_by_name(call, error):
-    with pytest.raises(InvalidArgument, match=f"^{error} must"):
-        call()
-
-
-def test_plan_sorts_its_items_into_kept_and_dropped():
-    budget = divide_budget(20, 0, {"system": 2}, recalls=False, recall_tokens=None)
-    items = (
-        PlanItem("segment", 2, "kept", name="system"),
-        PlanItem("turn", 5, "dropped", "budget", seq=0),
-        PlanItem("turn", 3, "cut", "budget", seq=1, cut_tokens=4),
-    )
-    plan = Plan(items, budget, 9, 5, {"system": 2, "history": 3})
-    assert [item.seq for item in plan.kept] == [None, 1]
-    assert [item.seq for item in plan.dropped] == [0]
-    assert plan.trimmed
-    assert not Plan(items[:1], budget, 9, 2, {"system": 2}).trimmed
-    with pytest.raises(TypeError, match="plan"):
-        HistoryPlan()

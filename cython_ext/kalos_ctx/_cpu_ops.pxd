@@ -1,7 +1,7 @@
-"""The CPU backend without the GIL: what the store and the assembler call.
+"""The CPU backend without the GIL: what the assembler calls.
 
-The functions are exported from one module and not included as a header, so that a process has one set of
-helper threads.
+The functions are exported from one module and not included as a header, so that a process has one
+set of helper threads.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t

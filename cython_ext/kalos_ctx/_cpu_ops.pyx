@@ -1,8 +1,8 @@
 """Exact recall on the CPU: scores, top-k, and the checks of vectors at the store's door.
 
-docs/score.md defines the score; `_score.h` computes it, `_scan.h` finds the best, `_rowmath.h` prepares
-rows and queries, `_workers.h` spreads large scans over the cores. Python callables here take numpy arrays
-and check them; the store and the assembler use the C functions of `_cpu_ops.pxd` on mapped rows.
+docs/score.md defines the score; `_score.h` computes it, `_scan.h` finds the best, `_rowmath.h`
+prepares rows and queries, `_workers.h` spreads large scans over the cores. Python callables here
+take numpy arrays and check them; the assembler uses the functions of `_cpu_ops.pxd` on mapped rows.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -225,8 +225,8 @@ def check_vectors(rows not None, *, dtype="float32"):
     Returns
     -------
     CheckedRows
-        `stored` (N, D) in `dtype`; `factors` float32 (N,), what cosine multiplies with (0 for a zero
-        row); `zero` bool (N,), rows whose factor is 0.
+        `stored` (N, D) in `dtype`; `factors` float32 (N,), what cosine multiplies with (0 for a
+        zero row); `zero` bool (N,), rows whose factor is 0.
 
     Raises
     ------

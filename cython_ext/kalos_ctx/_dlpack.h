@@ -1,6 +1,7 @@
-// Export of a window's buffer by DLPack, in both forms of the struct. Layouts: dmlc/dlpack, dlpack.h 1.1,
-// https://dmlc.github.io/dlpack/latest/c_api.html. One allocation an export: struct, shape and strides; its
-// deleter drops a buffer reference and may run on any thread, without the GIL, after Python has ended.
+// Export of a window's buffer by DLPack, in both forms of the struct. Layouts: dmlc/dlpack,
+// dlpack.h 1.1, https://dmlc.github.io/dlpack/latest/c_api.html. One allocation an export: struct,
+// shape and strides; its deleter drops a buffer reference and may run on any thread, without the
+// GIL, after Python has ended.
 #ifndef KALOS_DLPACK_H
 #define KALOS_DLPACK_H
 
@@ -72,8 +73,10 @@ static void kalos_dl_fill(kalos_dl_tensor* tensor, kalos_dl_export* owner, uint6
   owner->strides[0] = 1;
 }
 
-// Takes over one reference to the buffer. NULL, and the reference is dropped, where there is no memory.
-static void* kalos_dl_new(kalos_buffer* buffer, uint64_t num_tokens, int versioned, uint64_t flags) {
+// Takes over one reference to the buffer. NULL, and the reference is dropped, where there is no
+// memory.
+static void* kalos_dl_new(kalos_buffer* buffer, uint64_t num_tokens, int versioned,
+                          uint64_t flags) {
   kalos_dl_export* owner = (kalos_dl_export*)calloc(1, sizeof *owner);
   if (!owner) {
     kalos_buffer_unref(buffer);

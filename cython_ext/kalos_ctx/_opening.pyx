@@ -18,7 +18,7 @@ import struct
 import threading
 
 from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from kalos_ctx._batch cimport Batch
 from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_ROWS, Control
@@ -184,8 +184,8 @@ cdef class WritableStore(StoreReader):
 
     def recover(self):
         """Bring the index to the log's end, drop a torn tail, and start a writer epoch."""
-        boot = _control.boot_id()
-        same_boot = any(boot) and (<char*>self.control.state.boot_id)[:16] == boot
+        cdef bytes boot = _control.boot_id()
+        same_boot = any(boot) and memcmp(self.control.state.boot_id, <const char*>boot, 16) == 0
         start = self.recovery_start(same_boot)
         stop, flaw, dropped = self.replay(start, same_boot)
         if flaw is not None or dropped:
@@ -198,7 +198,7 @@ cdef class WritableStore(StoreReader):
         self.checkpoint_at = stop
         self.control.state.epoch += 2
         self.control.state.clean = 0
-        memcpy(self.control.state.boot_id, <const char*><bytes>boot, 16)
+        memcpy(self.control.state.boot_id, <const char*>boot, 16)
         self.control.state.durability = DURABILITIES.index(self.durability)
         if self.recovery["rebuilt"] or self.recovery["flaw"] or not same_boot:
             self.sync_files()
@@ -298,7 +298,7 @@ cdef class WritableStore(StoreReader):
         if not data:
             return
         try:
-            if files.at(segment, off, len(data))[:len(data)] == data:
+            if memcmp(files.at(segment, off, len(data)), <const char*>data, len(data)) == 0:
                 return
         except (StoreCorrupt, StoreIOError):
             pass
@@ -311,7 +311,7 @@ cdef class WritableStore(StoreReader):
         published it and no power was lost since, and where valid records lie behind it although every
         call was synced. A file that ends early is a tail.
         """
-        if flaw in (None, "cut"):
+        if flaw is None or flaw == "cut":
             return
         damaged = False
         if same_boot or self.control.state.clean:

@@ -16,14 +16,23 @@ from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, Control
 from kalos_ctx._index cimport EntryTable, Index, table_clear, table_entry
 from kalos_ctx._layout cimport (
-    KALOS_DTYPE_FLOAT16, KALOS_ENTRY_DEAD, KALOS_HAS_GROUP, KALOS_HAS_METADATA,
-    KALOS_HAS_TEXT, KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_POSITION_OFFSET,
-    KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, kalos_crc32c, kalos_entry, kalos_image, kalos_row,
+    KALOS_DTYPE_FLOAT16, KALOS_ENTRY_DEAD, KALOS_ENTRY_FRAMED, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TEXT,
+    KALOS_ENTRY_TTL, KALOS_ENTRY_ZERO, KALOS_HAS_GROUP, KALOS_HAS_METADATA, KALOS_HAS_TEXT,
+    KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_KIND_SEGMENTS, KALOS_KIND_SUMMARIES,
+    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION,
+    KALOS_SLOT_TENANT, kalos_crc32c, kalos_entry, kalos_image, kalos_item, kalos_row,
 )
 from kalos_ctx._log cimport Log, kalos_sections, kalos_sections_of
 from kalos_ctx._segment cimport MappedFile, SegmentSet
 
 from kalos_ctx.errors import StoreClosed, StoreCorrupt
+
+# The numbers of cuda/kalos_layout.h that Python code needs.
+SESSION, COLLECTION, TENANT = KALOS_SLOT_SESSION, KALOS_SLOT_COLLECTION, KALOS_SLOT_TENANT
+KIND_SEGMENTS, KIND_SUMMARIES = KALOS_KIND_SEGMENTS, KALOS_KIND_SUMMARIES
+ENTRY_DEAD, ENTRY_TTL, ENTRY_FRAMED = KALOS_ENTRY_DEAD, KALOS_ENTRY_TTL, KALOS_ENTRY_FRAMED
+ENTRY_TEXT, ENTRY_ORPHAN, ENTRY_ZERO = KALOS_ENTRY_TEXT, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_ZERO
+ITEM_BYTES = sizeof(kalos_item)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 cdef tuple ROLE_NAMES = ROLES
@@ -377,7 +386,7 @@ cdef class StoreReader:
     cdef bint is_expired(self, const kalos_entry* entry, double now) except -1:
         """Whether a turn with a time to live has outlived it."""
         cdef kalos_sections s
-        if not entry.flags & 0x02:
+        if not entry.flags & KALOS_ENTRY_TTL:
             return False
         self.log.sections(entry.lsn, &s)
         return s.change.expires_at <= now

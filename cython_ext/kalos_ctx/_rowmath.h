@@ -1,6 +1,7 @@
-// Vectors as they enter: exact half conversion, the norm, the factor of a stored row, the prepared query.
-// Plain C and C++, no Python, no allocation; docs/score.md words the definitions. Everything here runs once
-// a row or once a query, so it is written to be the same on every machine before it is written to be fast.
+// Vectors as they enter: exact half conversion, the norm, the factor of a stored row, the prepared
+// query. Plain C and C++, no Python, no allocation; docs/score.md words the definitions. Everything
+// here runs once a row or once a query, so it is written to be the same on every machine before it
+// is written to be fast.
 #ifndef KALOS_ROWMATH_H
 #define KALOS_ROWMATH_H
 
@@ -16,19 +17,21 @@
 #define KALOS_METRIC_IP 1
 #define KALOS_METRIC_L2 2
 
-#define KALOS_SCORE_LANES 32u  // partial sums of a score; prepared queries are padded to a multiple of it
+#define KALOS_SCORE_LANES \
+  32u  // partial sums of a score; prepared queries are padded to a multiple of it
 #define KALOS_PADDED_DIM(dim) \
   (((uint64_t)(dim) + KALOS_SCORE_LANES - 1) / KALOS_SCORE_LANES * KALOS_SCORE_LANES)
 
-// Arithmetic that stands between kalos_fp_enter and kalos_fp_leave is in functions of its own: the compiler
-// knows nothing of the mode and may otherwise move it across.
+// Arithmetic that stands between kalos_fp_enter and kalos_fp_leave is in functions of its own: the
+// compiler knows nothing of the mode and may otherwise move it across.
 #define KALOS_NOINLINE __attribute__((noinline))
 
 #define KALOS_QUERY_ZERO (-2)  // cosine of a zero vector is not defined: nothing is recalled
 
-// ---- Floating-point environment -----------------------------------------------------------------------
-// A library built with -ffast-math turns flush-to-zero on for the thread that loads it, and fesetround is
-// per thread too. Scores may not depend on either, so every entry point runs between these two calls.
+// ---- Floating-point environment
+// ----------------------------------------------------------------------- A library built with
+// -ffast-math turns flush-to-zero on for the thread that loads it, and fesetround is per thread
+// too. Scores may not depend on either, so every entry point runs between these two calls.
 static inline uint64_t kalos_fp_enter(void) {
 #if defined(__x86_64__)
   unsigned old = _mm_getcsr();
@@ -54,7 +57,7 @@ static inline void kalos_fp_leave(uint64_t old) {
 #endif
 }
 
-// ---- float16 ------------------------------------------------------------------------------------------
+// ---- float16 --------------------------------------------------------------------------------
 static inline float kalos_half_to_float(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
   uint32_t exponent = (half >> 10) & 0x1Fu;
@@ -97,8 +100,9 @@ static inline uint16_t kalos_float_to_half(float value) {
   return (uint16_t)(sign | ((magnitude + 0xFFFu + odd - 0x38000000u) >> 13));
 }
 
-// ---- Norms --------------------------------------------------------------------------------------------
-// Sum of squares in double: the square of a float32 is exact there. Eight strided sums, then a tree.
+// ---- Norms
+// -------------------------------------------------------------------------------------------- Sum
+// of squares in double: the square of a float32 is exact there. Eight strided sums, then a tree.
 KALOS_NOINLINE static double kalos_sum_of_squares(const float* row, uint64_t dim) {
   double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   uint64_t d = 0;
@@ -110,8 +114,8 @@ KALOS_NOINLINE static double kalos_sum_of_squares(const float* row, uint64_t dim
   return sums[0];
 }
 
-// What a dot product is multiplied with under cosine; 0 for a zero row. A row so short that the factor
-// would overflow (norm below about 2.9e-39) counts as a zero row.
+// What a dot product is multiplied with under cosine; 0 for a zero row. A row so short that the
+// factor would overflow (norm below about 2.9e-39) counts as a zero row.
 KALOS_NOINLINE static float kalos_factor_of(double sum_of_squares) {
   if (sum_of_squares == 0.0) return 0.0f;
   float factor = (float)(1.0 / sqrt(sum_of_squares));
@@ -135,7 +139,8 @@ static int64_t kalos_first_nonfinite(const float* values, uint64_t count) {
   return -1;
 }
 
-KALOS_NOINLINE static int64_t kalos_round_row(const float* row, uint64_t dim, uint16_t* half, float* back) {
+KALOS_NOINLINE static int64_t kalos_round_row(const float* row, uint64_t dim, uint16_t* half,
+                                              float* back) {
   for (uint64_t d = 0; d < dim; ++d) {
     half[d] = kalos_float_to_half(row[d]);
     back[d] = kalos_half_to_float(half[d]);
@@ -144,17 +149,17 @@ KALOS_NOINLINE static int64_t kalos_round_row(const float* row, uint64_t dim, ui
 }
 
 // Check num_rows rows of dim values, give the factor of each row as it is stored, flag zero rows.
-//   halves   NULL, or room for the rows rounded to float16; then factors are those of the rounded rows
-//   scratch  dim floats, used only with halves
-//   factors, zero   one a row, either may be NULL
+//   halves   NULL, or room for the rows rounded to float16; then factors are those of the rounded
+//   rows scratch  dim floats, used only with halves factors, zero   one a row, either may be NULL
 // Returns -1, or row * dim + column of the first value that is not finite once stored.
-static int64_t kalos_check_rows(const float* rows, uint64_t num_rows, uint64_t dim, uint16_t* halves,
-                                float* scratch, float* factors, uint8_t* zero) {
+static int64_t kalos_check_rows(const float* rows, uint64_t num_rows, uint64_t dim,
+                                uint16_t* halves, float* scratch, float* factors, uint8_t* zero) {
   uint64_t old = kalos_fp_enter();
   int64_t bad = -1;
   for (uint64_t r = 0; r < num_rows && bad < 0; ++r) {
     const float* row = rows + r * dim;
-    bad = halves ? kalos_round_row(row, dim, halves + r * dim, scratch) : kalos_first_nonfinite(row, dim);
+    bad = halves ? kalos_round_row(row, dim, halves + r * dim, scratch)
+                 : kalos_first_nonfinite(row, dim);
     if (bad >= 0) {
       bad += (int64_t)(r * dim);
       break;
@@ -175,9 +180,9 @@ KALOS_NOINLINE static int kalos_normalise(const float* query, uint64_t dim, floa
   return 1;
 }
 
-// Make the query that scans take: dim values (cosine: divided by the norm, rounded once), zeros behind them
-// up to KALOS_PADDED_DIM. Returns -1 for a good query, KALOS_QUERY_ZERO, or the place of a value that is
-// not finite.
+// Make the query that scans take: dim values (cosine: divided by the norm, rounded once), zeros
+// behind them up to KALOS_PADDED_DIM. Returns -1 for a good query, KALOS_QUERY_ZERO, or the place
+// of a value that is not finite.
 static int64_t kalos_prepare_query(const float* query, uint64_t dim, int metric, float* prepared) {
   int64_t bad = kalos_first_nonfinite(query, dim);
   if (bad >= 0) return bad;

@@ -1,7 +1,7 @@
-// Exact top-k over rows: the scope's extents are cut into parts, threads take parts, each thread keeps the
-// best k it saw per query, and the lists are merged. (score descending, id ascending, row ascending) is a
-// total order, so the result does not depend on threads or parts. Rows that are dead or filtered out are
-// never read.
+// Exact top-k over rows: the scope's extents are cut into parts, threads take parts, each thread
+// keeps the best k it saw per query, and the lists are merged. (score descending, id ascending, row
+// ascending) is a total order, so the result does not depend on threads or parts. Rows that are
+// dead or filtered out are never read.
 #ifndef KALOS_SCAN_H
 #define KALOS_SCAN_H
 
@@ -11,9 +11,10 @@
 #include "_score.h"
 #include "_workers.h"
 
-#define KALOS_SCAN_TILE 128u              // rows scored at a time: two bitmap words, so that sparse words fill up
+#define KALOS_SCAN_TILE \
+  128u  // rows scored at a time: two bitmap words, so that sparse words fill up
 #define KALOS_SCAN_MIN_NBYTES (128u << 10)  // row bytes that are worth a thread
-#define KALOS_SCAN_PARTS 16u              // parts per thread, so that a slow thread does not hold all up
+#define KALOS_SCAN_PARTS 16u  // parts per thread, so that a slow thread does not hold all up
 
 typedef struct kalos_part {
   uint64_t extent;  // first extent of the part
@@ -26,12 +27,12 @@ typedef struct kalos_scan_job {
   kalos_score_fn score;
   kalos_part* parts;
   uint32_t num_parts;
-  uint32_t next_part;   // atomic
-  kalos_hit* heaps;     // [thread][query][k]
-  uint32_t* counts;     // [thread][query]
+  uint32_t next_part;  // atomic
+  kalos_hit* heaps;    // [thread][query][k]
+  uint32_t* counts;    // [thread][query]
 } kalos_scan_job;
 
-// ---- The best k ---------------------------------------------------------------------------------------
+// ---- The best k -----------------------------------------------------------------------------
 static inline int kalos_hit_before(const kalos_hit* a, const kalos_hit* b) {
   if (a->score != b->score) return a->score > b->score;
   if (a->id != b->id) return a->id < b->id;
@@ -67,7 +68,7 @@ static void kalos_heap_push(kalos_hit* heap, uint32_t* count, uint32_t k, kalos_
   heap[i] = hit;
 }
 
-// ---- One tile -----------------------------------------------------------------------------------------
+// ---- One tile -------------------------------------------------------------------------------
 typedef struct kalos_tile {
   uint32_t count;
   uint32_t rows[KALOS_SCAN_TILE];
@@ -105,13 +106,14 @@ static void kalos_tile_select(const kalos_scan* scan, const kalos_tile* tile, co
   }
 }
 
-static void kalos_tile_flush(const kalos_scan_job* job, kalos_tile* tile, kalos_hit* heaps, uint32_t* counts) {
+static void kalos_tile_flush(const kalos_scan_job* job, kalos_tile* tile, kalos_hit* heaps,
+                             uint32_t* counts) {
   const kalos_scan* scan = job->scan;
   float scores[KALOS_MAX_QUERIES][KALOS_SCAN_TILE];
   if (tile->count == 0) return;
   kalos_tile_locate(tile, &scan->rows, scan->metric);
-  job->score(tile->pointers, tile->count, scan->queries, scan->num_queries, scan->rows.dim, scores[0],
-             KALOS_SCAN_TILE);
+  job->score(tile->pointers, tile->count, scan->queries, scan->num_queries, scan->rows.dim,
+             scores[0], KALOS_SCAN_TILE);
   for (uint32_t q = 0; q < scan->num_queries; ++q) {
     kalos_finish_scores(scores[q], tile->factors, tile->count, scan->metric);
     kalos_tile_select(scan, tile, scores[q], heaps + (uint64_t)q * scan->k, counts + q);
@@ -119,7 +121,8 @@ static void kalos_tile_flush(const kalos_scan_job* job, kalos_tile* tile, kalos_
   tile->count = 0;
 }
 
-// Bit i: row start + i may be returned. Reads the words that hold the span; start + n stays in one word.
+// Bit i: row start + i may be returned. Reads the words that hold the span; start + n stays in one
+// word.
 static inline uint64_t kalos_live_mask(const kalos_scan* scan, uint64_t start, uint64_t n) {
   uint64_t word = start / 64, mask = ~(uint64_t)0;
   if (scan->tombstones) mask &= ~__atomic_load_n(&scan->tombstones[word], __ATOMIC_RELAXED);
@@ -147,7 +150,7 @@ static void kalos_scan_run(const kalos_scan_job* job, uint64_t row, uint64_t sto
   }
 }
 
-// ---- Threads ------------------------------------------------------------------------------------------
+// ---- Threads --------------------------------------------------------------------------------
 static void kalos_scan_work(void* context, int thread) {
   kalos_scan_job* job = (kalos_scan_job*)context;
   const kalos_scan* scan = job->scan;
@@ -184,7 +187,8 @@ static int kalos_scan_threads(const kalos_scan* scan, uint64_t total) {
 }
 
 // Cut the extents into parts of equal rows, one walk for all.
-static uint32_t kalos_scan_cut(const kalos_scan* scan, uint64_t total, uint32_t wanted, kalos_part* parts) {
+static uint32_t kalos_scan_cut(const kalos_scan* scan, uint64_t total, uint32_t wanted,
+                               kalos_part* parts) {
   uint64_t size = (total + wanted - 1) / wanted, extent = 0, offset = 0, left = total;
   uint32_t num_parts = 0;
   while (left > 0) {
@@ -203,8 +207,8 @@ static uint32_t kalos_scan_cut(const kalos_scan* scan, uint64_t total, uint32_t 
 }
 
 // Merge the threads' heaps of one query; returns how many hits were written.
-static uint32_t kalos_scan_merge(const kalos_scan_job* job, int threads, uint32_t q, kalos_hit* room,
-                                 kalos_hit* hits) {
+static uint32_t kalos_scan_merge(const kalos_scan_job* job, int threads, uint32_t q,
+                                 kalos_hit* room, kalos_hit* hits) {
   const kalos_scan* scan = job->scan;
   uint32_t found = 0;
   for (int t = 0; t < threads; ++t) {
@@ -219,8 +223,9 @@ static uint32_t kalos_scan_merge(const kalos_scan_job* job, int threads, uint32_
   return found;
 }
 
-// hits: [num_queries][k], counts: [num_queries]; each query's hits are sorted. Returns 0 or -ENOMEM.
-// The caller has checked the struct: k, num_queries, metric, level and the extents against the rows.
+// hits: [num_queries][k], counts: [num_queries]; each query's hits are sorted. Returns 0 or
+// -ENOMEM. The caller has checked the struct: k, num_queries, metric, level and the extents against
+// the rows.
 static int kalos_topk(const kalos_scan* scan, kalos_hit* hits, uint32_t* counts) {
   uint64_t total = 0;
   for (uint64_t e = 0; e < scan->num_extents; ++e) total += scan->extents[e].count;
@@ -237,8 +242,13 @@ static int kalos_topk(const kalos_scan* scan, kalos_hit* hits, uint32_t* counts)
   if (!memory) return -ENOMEM;
   kalos_hit* room = memory + heap_hits;
   kalos_part* parts = (kalos_part*)(room + room_hits);
-  kalos_scan_job job = {scan, kalos_score_function(scan->level, scan->metric, (int)scan->rows.half),
-                        parts, 0, 0, memory, (uint32_t*)(parts + wanted)};
+  kalos_scan_job job = {scan,
+                        kalos_score_function(scan->level, scan->metric, (int)scan->rows.half),
+                        parts,
+                        0,
+                        0,
+                        memory,
+                        (uint32_t*)(parts + wanted)};
   memset(job.counts, 0, num_counts * sizeof(uint32_t));
   job.num_parts = kalos_scan_cut(scan, total, wanted, parts);
   kalos_workers_run(kalos_scan_work, &job, threads);
@@ -251,8 +261,8 @@ static int kalos_topk(const kalos_scan* scan, kalos_hit* hits, uint32_t* counts)
 }
 
 // Scores of listed rows, in their order, without top-k.
-static void kalos_score_rows(const kalos_rows* rows, const uint32_t* listed, uint64_t count, const float* query,
-                             int metric, int level, float* scores) {
+static void kalos_score_rows(const kalos_rows* rows, const uint32_t* listed, uint64_t count,
+                             const float* query, int metric, int level, float* scores) {
   kalos_score_fn score = kalos_score_function(level, metric, (int)rows->half);
   kalos_tile tile;
   uint64_t mode = kalos_fp_enter();

@@ -1,9 +1,10 @@
 // The score of a row, in four ways that give the same bits. docs/score.md words the definition:
-//   p[j] = +0; for d ascending with d % 32 == j: p[j] = fma(x[d], q[d], p[j])   (l2: fma(e, e, p[j]), e = x - q)
-//   for h in 16, 8, 4, 2, 1: p[j] = p[j] + p[j + h] for j < h
-//   cosine: p[0] * factor; ip: p[0]; l2: -p[0];  then -0 becomes +0 and NaN becomes -inf
-// The vector ways fill the lanes behind the last dim with zeros. fma(0, 0, p) differs from p only where p is
-// -0, and the sign of a zero cannot reach the result: it is +0 in the end whatever it was.
+//   p[j] = +0; for d ascending with d % 32 == j: p[j] = fma(x[d], q[d], p[j])   (l2: fma(e, e,
+//   p[j]), e = x - q) for h in 16, 8, 4, 2, 1: p[j] = p[j] + p[j + h] for j < h cosine: p[0] *
+//   factor; ip: p[0]; l2: -p[0];  then -0 becomes +0 and NaN becomes -inf
+// The vector ways fill the lanes behind the last dim with zeros. fma(0, 0, p) differs from p only
+// where p is -0, and the sign of a zero cannot reach the result: it is +0 in the end whatever it
+// was.
 #ifndef KALOS_SCORE_H
 #define KALOS_SCORE_H
 
@@ -21,9 +22,9 @@
 typedef void (*kalos_score_fn)(const void* const* rows, uint32_t num_rows, const float* queries,
                                uint32_t num_queries, uint32_t dim, float* out, uint32_t out_stride);
 
-// ---- Reference ----------------------------------------------------------------------------------------
-// Correctly rounded fmaf without the instruction: the product is exact in double; the sum is rounded to odd,
-// after which rounding to float32 cannot round twice (Boldo and Melquiond, 2008).
+// ---- Reference ------------------------------------------------------------------------------
+// Correctly rounded fmaf without the instruction: the product is exact in double; the sum is
+// rounded to odd, after which rounding to float32 cannot round twice (Boldo and Melquiond, 2008).
 static inline float kalos_fmaf(float x, float y, float z) {
   double product = (double)x * (double)y;
   double sum = product + (double)z;
@@ -49,9 +50,9 @@ static inline float kalos_tree(float* p) {
   return p[0];
 }
 
-static inline void kalos_score_plain(const void* const* rows, uint32_t num_rows, const float* queries,
-                                     uint32_t num_queries, uint32_t dim, float* out, uint32_t out_stride,
-                                     int l2, int half) {
+static inline void kalos_score_plain(const void* const* rows, uint32_t num_rows,
+                                     const float* queries, uint32_t num_queries, uint32_t dim,
+                                     float* out, uint32_t out_stride, int l2, int half) {
   for (uint32_t q = 0; q < num_queries; ++q) {
     const float* query = queries + q * KALOS_PADDED_DIM(dim);
     for (uint32_t r = 0; r < num_rows; ++r) {
@@ -66,7 +67,7 @@ static inline void kalos_score_plain(const void* const* rows, uint32_t num_rows,
   }
 }
 
-// ---- The compiler's vectors: NEON on aarch64 ----------------------------------------------------------
+// ---- The compiler's vectors: NEON on aarch64 ------------------------------------------------
 #if defined(__FP_FAST_FMAF)
 #define KALOS_HAVE_NATIVE 1
 static inline void kalos_step_native(const float* x, const float* q, float* p, uint32_t n, int l2) {
@@ -76,9 +77,9 @@ static inline void kalos_step_native(const float* x, const float* q, float* p, u
   }
 }
 
-static inline void kalos_score_native(const void* const* rows, uint32_t num_rows, const float* queries,
-                                      uint32_t num_queries, uint32_t dim, float* out, uint32_t out_stride,
-                                      int l2, int half) {
+static inline void kalos_score_native(const void* const* rows, uint32_t num_rows,
+                                      const float* queries, uint32_t num_queries, uint32_t dim,
+                                      float* out, uint32_t out_stride, int l2, int half) {
   const uint32_t whole = dim / KALOS_SCORE_LANES * KALOS_SCORE_LANES;
   for (uint32_t q = 0; q < num_queries; ++q) {
     const float* query = queries + q * KALOS_PADDED_DIM(dim);
@@ -108,19 +109,20 @@ static inline void kalos_score_native(const void* const* rows, uint32_t num_rows
 #include "_score_x86.h"
 #endif
 
-// ---- Choice -------------------------------------------------------------------------------------------
-#define KALOS_SCORE_VARIANT(name, body, attributes, l2, half)                                          \
-  KALOS_NOINLINE attributes static void name(const void* const* rows, uint32_t num_rows,               \
-                                             const float* queries, uint32_t num_queries, uint32_t dim, \
-                                             float* out, uint32_t out_stride) {                        \
-    body(rows, num_rows, queries, num_queries, dim, out, out_stride, l2, half);                        \
+// ---- Choice ---------------------------------------------------------------------------------
+#define KALOS_SCORE_VARIANT(name, body, attributes, l2, half)                                 \
+  KALOS_NOINLINE attributes static void name(const void* const* rows, uint32_t num_rows,      \
+                                             const float* queries, uint32_t num_queries,      \
+                                             uint32_t dim, float* out, uint32_t out_stride) { \
+    body(rows, num_rows, queries, num_queries, dim, out, out_stride, l2, half);               \
   }
-#define KALOS_SCORE_VARIANTS(name, body, attributes)      \
-  KALOS_SCORE_VARIANT(name##_dot_f32, body, attributes, 0, 0) \
-  KALOS_SCORE_VARIANT(name##_dot_f16, body, attributes, 0, 1) \
-  KALOS_SCORE_VARIANT(name##_l2_f32, body, attributes, 1, 0)  \
-  KALOS_SCORE_VARIANT(name##_l2_f16, body, attributes, 1, 1)  \
-  static const kalos_score_fn name##_fns[4] = {name##_dot_f32, name##_dot_f16, name##_l2_f32, name##_l2_f16};
+#define KALOS_SCORE_VARIANTS(name, body, attributes)                                          \
+  KALOS_SCORE_VARIANT(name##_dot_f32, body, attributes, 0, 0)                                 \
+  KALOS_SCORE_VARIANT(name##_dot_f16, body, attributes, 0, 1)                                 \
+  KALOS_SCORE_VARIANT(name##_l2_f32, body, attributes, 1, 0)                                  \
+  KALOS_SCORE_VARIANT(name##_l2_f16, body, attributes, 1, 1)                                  \
+  static const kalos_score_fn name##_fns[4] = {name##_dot_f32, name##_dot_f16, name##_l2_f32, \
+                                               name##_l2_f16};
 
 KALOS_SCORE_VARIANTS(kalos_reference, kalos_score_plain, )
 #if KALOS_HAVE_NATIVE
@@ -170,7 +172,8 @@ static kalos_score_fn kalos_score_function(int level, int metric, int half) {
 }
 
 // From sums to scores, in place. factors: one a row, read only for cosine.
-KALOS_NOINLINE static void kalos_finish_scores(float* sums, const float* factors, uint32_t count, int metric) {
+KALOS_NOINLINE static void kalos_finish_scores(float* sums, const float* factors, uint32_t count,
+                                               int metric) {
   for (uint32_t i = 0; i < count; ++i) {
     float score = sums[i];
     if (metric == KALOS_METRIC_COSINE) score = score * factors[i];

@@ -1,8 +1,8 @@
 """Windows on the host: leased from a pool, read by numpy and DLPack, given back once.
 
-`_window_buffer.h` says who holds which memory. The two rules that callers rely on: a window's memory is
-never written again while an array made from it lives, and a slot comes back at `release()` or when the
-window object dies, whichever is first, whatever exports still live.
+`_window_buffer.h` says who holds which memory. The two rules that callers rely on: a window's
+memory is never written again while an array made from it lives, and a slot comes back at
+`release()` or when the window object dies, whichever is first, whatever exports still live.
 """
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
@@ -213,10 +213,10 @@ cdef class _View:
 cdef class Window:
     """Token IDs of one window in host memory: int32 of shape (L,), 64-byte aligned.
 
-    Made by `WindowPool.acquire`. Owns its slot until `release()`, the end of a `with` block, or its own
-    end: a window that is dropped without a release gives its slot back silently, since the collector
-    decides when that happens. Arrays made from it (`token_ids`, DLPack) keep their memory alive, also
-    after the release.
+    Made by `WindowPool.acquire`. Owns its slot until `release()`, the end of a `with` block, or its
+    own end: a window that is dropped without a release gives its slot back silently, since the
+    collector decides when that happens. Arrays made from it (`token_ids`, DLPack) keep their memory
+    alive, also after the release.
 
     Notes
     -----
@@ -276,7 +276,7 @@ cdef class Window:
         return self.lease.buffer == NULL
 
     cpdef release(self):
-        """Give the slot back. Arrays made from the window stay valid. Calling it again does nothing."""
+        """Give the slot back; arrays made from the window stay valid. Idempotent."""
         self._view = None  # our own cache must not look like an export
         kalos_lease_end(&self.lease)
 

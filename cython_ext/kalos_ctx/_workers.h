@@ -1,7 +1,7 @@
-// A few threads that help with one piece of work at a time, and sleep in between (no processor time).
-// The caller works too and never waits for a thread to wake: helpers join what is left to do. A caller that
-// finds the helpers busy works alone. Threads never touch Python and take no signals. A forked child has no
-// helpers; it starts its own when it needs them.
+// A few threads that help with one piece of work at a time, and sleep in between (no processor
+// time). The caller works too and never waits for a thread to wake: helpers join what is left to
+// do. A caller that finds the helpers busy works alone. Threads never touch Python and take no
+// signals. A forked child has no helpers; it starts its own when it needs them.
 #ifndef KALOS_WORKERS_H
 #define KALOS_WORKERS_H
 
@@ -13,8 +13,8 @@
 #define KALOS_MAX_WORKERS 63
 #define KALOS_WORKER_STACK (256u << 10)
 
-// work(context, thread): called once by each thread that takes part, with its own number from 0. It takes
-// parts by an atomic counter in the context until none is left.
+// work(context, thread): called once by each thread that takes part, with its own number from 0. It
+// takes parts by an atomic counter in the context until none is left.
 typedef void (*kalos_work_fn)(void* context, int thread);
 
 static struct {
@@ -52,7 +52,8 @@ static void* kalos_worker_main(void* unused) {
   return NULL;
 }
 
-// In the child only the forking thread lives: the lock may be held by one that does not, so all starts anew.
+// In the child only the forking thread lives: the lock may be held by one that does not, so all
+// starts anew.
 static void kalos_workers_after_fork(void) {
   static const pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
   static const pthread_cond_t cond = PTHREAD_COND_INITIALIZER;

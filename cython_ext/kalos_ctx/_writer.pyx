@@ -220,6 +220,10 @@ cdef class StoreWriter(WritableStore):
         c.entry.suffix_len = d.suffix_len
         c.entry.trim_prev = d.trim_prev
         c.entry.tokens_pos = self.batch.stage_tokens(ids, n, live, num_live)
+        # From here on the staged copy counts: another thread may write into the caller's buffer.
+        ids = <const int32_t*>(self.batch.token_bytes.data + self.batch.token_bytes.size
+                               - 4 * (kalos_round_up(n, 16) + kalos_round_up(num_live, 16)))
+        live = ids + kalos_round_up(n, 16)
         c.entry.token_crc = kalos_crc32c(0, ids, n * 4)
         c.entry.live_crc = kalos_crc32c(0, live, num_live * 4)
         fill_texts(d, &c, &p)

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (DeepSeek writes its tokens with full-width bars)
 """Codecs for the real chat templates, and the real conversations as templates take them."""
 
 import functools

@@ -82,7 +82,7 @@ def capsule_name(capsule: Any) -> bytes:
 
 
 def take(capsule: Any) -> Taken:
-    """Take ownership: read the struct, rename the capsule so that its destructor leaves it alone."""
+    """Take ownership: read the struct, rename the capsule so that its destructor does nothing."""
     name = capsule_name(capsule)
     address = api.PyCapsule_GetPointer(capsule, name)
     assert api.PyCapsule_SetName(capsule, ctypes.addressof(_USED[name])) == 0

@@ -1,7 +1,7 @@
-"""The score and the top-k of docs/score.md in plain Python: slow, short, and written from the words there.
+"""The score and the top-k in plain Python: slow, short, written from the words of the definition.
 
-The fused multiply-add is exact rational arithmetic rounded once, so nothing here shares a line, a library
-or an instruction with what it checks.
+The fused multiply-add is exact rational arithmetic rounded once, so nothing here shares a line, a
+library or an instruction with what it checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LANES = 32
 
 
 def round_to_float32(value: Fraction) -> float:
-    """Round to nearest, ties to even; subnormals kept, overflow to infinity. A zero comes out as +0."""
+    """Round to nearest, ties to even; subnormals kept, overflow to infinity. Zero gives +0."""
     if value == 0:
         return 0.0
     magnitude = abs(value)
