@@ -208,7 +208,8 @@ KALOS_STATIC_ASSERT(sizeof(kalos_row) == 16, "kalos_row");
 #define KALOS_KIND_DROP 9u       // a passage is deleted
 #define KALOS_KIND_IMAGE 10u     // only the slot's image changes
 #define KALOS_KIND_TABLES 11u    // a hash table moves to a larger place
-#define KALOS_KIND_LAST 11u
+#define KALOS_KIND_SHARE 12u     // an entry that another slot's record holds (compaction of forks)
+#define KALOS_KIND_LAST 12u
 
 typedef struct kalos_record {  // 64 bytes, inside one sector
   uint32_t magic;

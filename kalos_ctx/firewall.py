@@ -77,12 +77,17 @@ class AddedTokens:
     Attributes
     ----------
     ids : dict of str to int
-        Each added token's text and ID.
+        Each added token's text and ID. Runs of white space, which some vocabularies hold as added
+        tokens, are ordinary text and not among them.
+    spaces : dict of str to int
+        Those runs.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.entries: dict[int, AddedToken] = dict(tokenizer.get_added_tokens_decoder())
-        self.ids: dict[str, int] = {t.content: i for i, t in self.entries.items() if t.content}
+        known = {t.content: i for i, t in self.entries.items() if t.content}
+        self.spaces: dict[str, int] = {t: i for t, i in known.items() if t.isspace()}
+        self.ids: dict[str, int] = {t: i for t, i in known.items() if t not in self.spaces}
         self.pattern = _pattern(self.ids)
 
     def boundaries(self, text: str) -> list[int]:
@@ -189,10 +194,11 @@ class _Twin:
                     special=True,
                 )
             )
-        twin.add_tokens(renamed)
+        twin.add_tokens([*renamed, *(tokens.entries[n] for n in tokens.spaces.values())])
         self.tokenizer = twin
         self.null_id = twin.token_to_id(self.null)
         self.real_ids = {twin.token_to_id(self.names[t]): n for t, n in tokens.ids.items()}
+        self.real_ids |= {twin.token_to_id(t): n for t, n in tokens.spaces.items()}
 
 
 class Firewall:

@@ -32,10 +32,9 @@ class HeadBuilder:
         self._firewall = firewall
 
     def build(
-        self, rows: Sequence[tuple[Any, ...]], tools: Sequence[Any] | None, now: float
+        self, segments: Sequence[Segment], tools: Sequence[Mapping[str, Any]], now: float
     ) -> list[tuple[str, Ids]]:
         """Return the tiles; `TokenCodec.head` describes them."""
-        segments = [_checked(row) for row in rows]
         if self._template is None:
             if tools:
                 raise InvalidArgument("tools need a chat template; pin their text instead")
@@ -60,10 +59,10 @@ class HeadBuilder:
         template: ChatTemplate,
         systems: Sequence[Segment],
         tool_rows: Sequence[Segment],
-        tools: Sequence[Any] | None,
+        tools: Sequence[Mapping[str, Any]],
         now: float,
     ) -> list[tuple[str, Ids]]:
-        schemas = [schema for row in tool_rows for schema in _schemas(row)] + list(tools or ())
+        schemas = [schema for row in tool_rows for schema in _schemas(row)] + [*tools]
         if systems and template.head_problem is not None:
             raise TemplateUnsafe(f"head text cannot stand by itself: {template.head_problem}")
         if schemas and template.tools_problem is not None:
@@ -139,8 +138,10 @@ class HeadBuilder:
         return starts
 
 
-def _checked(row: tuple[Any, ...]) -> Segment:
-    if len(row) != 3 or not all(isinstance(field, str) for field in row):
+def checked_segment(row: Any) -> Segment:
+    """Return `row` as a segment, or raise what is wrong with it."""
+    fields = isinstance(row, (tuple, list)) and len(row) == 3
+    if not fields or not all(isinstance(field, str) for field in row):
         raise InvalidType("a head segment must be (name, role, text), all of them str")
     name, role, text = row
     try:
@@ -150,6 +151,20 @@ def _checked(row: tuple[Any, ...]) -> Segment:
             f"the text of segment {name!r} has a lone surrogate at character {error.start}"
         ) from None
     return name, role, text
+
+
+def checked_schemas(tools: object) -> list[Mapping[str, Any]]:
+    """Return `tools` as a list of mappings that JSON can hold."""
+    if tools is None:
+        return []
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
+        raise InvalidType("tools must be a list of mappings")
+    try:
+        copied: list[Mapping[str, Any]] = json.loads(json.dumps(list(tools)))
+        json.dumps(copied, ensure_ascii=False).encode()
+    except (TypeError, ValueError):
+        raise InvalidType("tools must hold what JSON can hold") from None
+    return copied
 
 
 def _schemas(row: Segment) -> list[Mapping[str, Any]]:

@@ -166,32 +166,33 @@ def _check_clock(template: ChatTemplate, plain: Sequence[Message]) -> None:
 
 def _prove_head(template: ChatTemplate, plain: Sequence[Message]) -> None:
     system = {"role": "system", "content": SYSTEM}
+    template.head_problem = _head_problem(template, plain, system)
+    if template.head_problem is None:
+        template.many_head_turns = _takes_two(template, system, template.head_text([system]))
+        template.takes_developer = _contains_mark(template, [{**system, "role": "developer"}])
+    _prove_head_tools(template, [system] if template.head_problem is None else [], plain)
+
+
+def _head_problem(template: ChatTemplate, plain: Sequence[Message], system: Message) -> str | None:
+    """Return why system text cannot stand in a head of its own, None where it can."""
     try:
         first = template.whole([system, user()])
+    except TemplateRaised:
+        return "the template refuses a system message"
     except TemplateUnsafe as error:
-        template.head_problem = (
-            "the template refuses a system message"
-            if isinstance(error, TemplateRaised)
-            else str(error)
-        )
-        return
+        return str(error)
     if MARK not in first:
-        template.head_problem = "the template drops a system message"
-        return
+        return "the template drops a system message"
     if not template.whole([system, user(), assistant(), user()]).startswith(first):
         raise TemplateUnsafe("system text moves to a later turn as the conversation grows")
     try:
         head = template.head_text([system])
     except TemplateUnsafe as error:
-        template.head_problem = str(error)
-        return
+        return str(error)
     if MARK not in head:
-        template.head_problem = "the template puts system text behind the first turn's start"
-        return
+        return "the template puts system text behind the first turn's start"
     check(template, plain, [system])
-    template.many_head_turns = _takes_two(template, system, head)
-    template.takes_developer = _contains_mark(template, [{**system, "role": "developer"}])
-    _prove_head_tools(template, system, plain)
+    return None
 
 
 def _takes_two(template: ChatTemplate, system: Message, head: str) -> bool:
@@ -210,12 +211,14 @@ def _contains_mark(template: ChatTemplate, messages: Sequence[Message]) -> bool:
         return False
 
 
-def _prove_head_tools(template: ChatTemplate, system: Message, plain: Sequence[Message]) -> None:
+def _prove_head_tools(
+    template: ChatTemplate, system: Sequence[Message], plain: Sequence[Message]
+) -> None:
     try:
         if MARK not in template.whole([user()], tools=[TOOL]):
             template.tools_problem = "the template does not render tool schemas"
             return
-        check(template, plain[-5:], [system], [TOOL])
+        check(template, plain[-5:], system, [TOOL])
         check(template, plain[-5:], [], [TOOL])
     except TemplateUnsafe as error:
         template.tools_problem = str(error)

@@ -8,6 +8,7 @@ docs/templates.md says what holds for which template.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 
 from kalos_ctx.errors import InvalidArgument, InvalidType, TemplateUnsafe
 from kalos_ctx.firewall import ASSISTANT, AddedTokens, Break, Firewall, Ids
-from kalos_ctx.heads import HeadBuilder, Segment
+from kalos_ctx.heads import HeadBuilder, Segment, checked_schemas, checked_segment
 from kalos_ctx.proof import prove, stands_inside
 from kalos_ctx.template import ChatTemplate, Message, TurnContext, TurnText
 from kalos_ctx.vocabulary import (
@@ -233,7 +234,7 @@ class TokenCodec:
     ) -> EncodedTurn:
         prefix = _common_start(ids, pre)
         suffix = _common_start(ids[: prefix - 1 if prefix else None : -1], post[::-1])
-        while suffix < len(ids) - prefix and not suffix and ids[-1] in self.structural_ids:
+        if not suffix and prefix < len(ids) and ids[-1] in self.structural_ids:
             suffix = 1  # another end token than plain turns have, such as gpt-oss's <|call|>
         shown = None if live is None else _array(live)
         return EncodedTurn(_array(ids), prefix, suffix, turn.trim, shown)
@@ -358,12 +359,13 @@ class TokenCodec:
             The template refuses, drops or moves a text.
         InvalidArgument, InvalidType, ControlTokenInContent
         """
-        rows = [tuple(row) for row in segments]
+        rows = [checked_segment(row) for row in segments]
         moment = time.time() if now is None else now
-        key = (tuple(rows), repr(tools) if tools else None, self.head_changes(moment))
+        schemas = checked_schemas(tools)
+        key = (tuple(rows), json.dumps(schemas), self.head_changes(moment))
         found = self._heads.get(key)
         if found is None:
-            found = HeadBuilder(self, self._template, self._firewall).build(rows, tools, moment)
+            found = HeadBuilder(self, self._template, self._firewall).build(rows, schemas, moment)
             self._heads[key] = found
             while len(self._heads) > HEAD_CACHE_SIZE:
                 self._heads.popitem(last=False)

@@ -315,6 +315,8 @@ def test_template_that_wants_alternating_roles_is_taken_and_refuses_two_users():
         codec.encode_turn("user", "Hi", "user")
     with pytest.raises(TemplateUnsafe, match="refuses a system message"):
         codec.head([("prompt", "system", "Obey.")])
+    with pytest.raises(TemplateUnsafe, match="does not render tool schemas"):
+        codec.head([], tools=[{"type": "function", "function": {"name": "f"}}])
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi3_5"])

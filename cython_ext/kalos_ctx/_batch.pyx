@@ -11,7 +11,8 @@ from libc.string cimport memcpy, memset
 
 from kalos_ctx._index cimport Index
 from kalos_ctx._layout cimport (
-    KALOS_ALIGN, KALOS_KIND_DROP, KALOS_POSITION, KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_MAGIC,
+    KALOS_ALIGN, KALOS_KIND_DROP, KALOS_KIND_SHARE, KALOS_POSITION, KALOS_POSITION_OFFSET,
+    KALOS_POSITION_SEGMENT, KALOS_RECORD_MAGIC,
     KALOS_RECORD_MORE, KALOS_RECORD_ROOTS, KALOS_SEGMENT_FIRST, KALOS_TOKENS_PER_LINE, kalos_bucket,
     kalos_change, kalos_crc32c, kalos_extent, kalos_record, kalos_roots,
 )
@@ -199,7 +200,7 @@ cdef class Batch:
         c.image.last_lsn = lsn
         c.image.crc = kalos_crc32c(0, &c.image, sizeof(c.image) - 4)
         if c.entry_off:
-            if kind != KALOS_KIND_DROP:  # which keeps the passage's own record
+            if kind != KALOS_KIND_DROP and kind != KALOS_KIND_SHARE:  # which refer to another record
                 c.entry.lsn = lsn
             c.entry.crc = kalos_crc32c(0, &c.entry, sizeof(c.entry) - 4)
         stage(&self.records, KALOS_POSITION_SEGMENT(lsn), KALOS_POSITION_OFFSET(lsn), size)

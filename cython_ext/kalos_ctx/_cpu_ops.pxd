@@ -28,16 +28,17 @@ cdef extern from "_recall.h" nogil:
         const float *const *factors
         uint64_t rows_per_segment
         uint64_t stride_nbytes
+        uint64_t factor_stride_nbytes
         uint32_t dim
         uint32_t half
 
-    ctypedef struct kalos_extent:
+    ctypedef struct kalos_row_run:
         uint64_t start
         uint64_t count
 
     ctypedef struct kalos_scan:
         kalos_rows rows
-        const kalos_extent *extents
+        const kalos_row_run *extents
         uint64_t num_extents
         const uint64_t *tombstones
         const uint64_t *allowed
@@ -71,9 +72,5 @@ cdef int64_t c_prepare_query(
     const float *query, uint64_t dim, int metric, float *prepared
 ) noexcept nogil
 
-# Check rows, round them to `halves` where that is not NULL, give factors and zero flags. -1, or
-# row * dim + column of the first value that is not finite once stored.
-cdef int64_t c_check_rows(
-    const float *rows, uint64_t num_rows, uint64_t dim, uint16_t *halves, float *scratch,
-    float *factors, uint8_t *zero,
-) noexcept nogil
+# The least float32 that is not below a bound; -inf for None. Raises for NaN and for no number.
+cdef float c_lower_bound(object value) except? -1

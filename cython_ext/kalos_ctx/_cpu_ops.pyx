@@ -1,4 +1,4 @@
-"""Exact recall on the CPU: scores, top-k, and the checks of vectors at the store's door.
+"""Exact recall on the CPU: scores and top-k.
 
 docs/score.md defines the score; `_score.h` computes it, `_scan.h` finds the best, `_rowmath.h`
 prepares rows and queries, `_workers.h` spreads large scans over the cores. Python callables here
@@ -8,10 +8,11 @@ take numpy arrays and check them; the assembler uses the functions of `_cpu_ops.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from collections import namedtuple
-
 import numpy as np
 
+from kalos_ctx._vectors cimport floats_of
+
+from kalos_ctx._vectors import row_factors
 from kalos_ctx.errors import (
     DimensionMismatch,
     InvalidArgument,
@@ -27,16 +28,12 @@ cdef extern from "_scan.h" nogil:
         int metric, int level, float *scores)
     int kalos_level_works(int level)
     int64_t kalos_prepare_query(const float *query, uint64_t dim, int metric, float *prepared)
-    int64_t kalos_check_rows(
-        const float *rows, uint64_t num_rows, uint64_t dim, uint16_t *halves, float *scratch,
-        float *factors, uint8_t *zero)
 
 
 MAX_HITS = KALOS_MAX_HITS
 MAX_QUERIES = KALOS_MAX_QUERIES
 LEVELS = ("reference", "native", "avx2", "avx512")
 METRICS = {"cosine": KALOS_METRIC_COSINE, "ip": KALOS_METRIC_IP, "l2": KALOS_METRIC_L2}
-CheckedRows = namedtuple("CheckedRows", ["stored", "factors", "zero"])
 
 
 cdef int c_topk(const kalos_scan *scan, kalos_hit *hits, uint32_t *counts) noexcept nogil:
@@ -54,13 +51,6 @@ cdef int64_t c_prepare_query(
     const float *query, uint64_t dim, int metric, float *prepared
 ) noexcept nogil:
     return kalos_prepare_query(query, dim, metric, prepared)
-
-
-cdef int64_t c_check_rows(
-    const float *rows, uint64_t num_rows, uint64_t dim, uint16_t *halves, float *scratch,
-    float *factors, uint8_t *zero,
-) noexcept nogil:
-    return kalos_check_rows(rows, num_rows, dim, halves, scratch, factors, zero)
 
 
 cdef int _metric(object name) except -1:
@@ -83,20 +73,6 @@ cdef uint64_t _count(str argument, object value, uint64_t least, uint64_t most) 
     if not least <= value <= most:
         raise InvalidArgument(f"{argument} must be between {least} and {most} (got {value})")
     return value
-
-
-cdef object _floats(str argument, object values, int ndim):
-    """A C-contiguous float32 array with `ndim` axes; wider floats are rounded once."""
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise InvalidType(f"{argument} must be an array of numbers") from error
-    if array.dtype.kind not in "fiu":
-        raise InvalidType(f"{argument} must hold real numbers (got dtype {array.dtype})")
-    if array.ndim != ndim:
-        raise InvalidArgument(f"{argument} must have {ndim} axes (got {array.ndim})")
-    with np.errstate(over="ignore", under="ignore"):
-        return np.ascontiguousarray(array, dtype=np.float32)
 
 
 cdef class _Rows:
@@ -152,6 +128,7 @@ cdef class _Rows:
         self.c.dim = first.shape[1]
         self.c.half = first.dtype == np.float16
         self.c.stride_nbytes = first.shape[1] * first.itemsize
+        self.c.factor_stride_nbytes = sizeof(float)
         return 0
 
     cdef int _take_factors(self, object factors) except -1:
@@ -198,7 +175,7 @@ def prepare_query(query not None, *, metric="cosine"):
     InvalidArgument, InvalidType, NonFiniteVector
     """
     cdef int c_metric = _metric(metric)
-    cdef const float[::1] values = _floats("query", query, 1)
+    cdef const float[::1] values = floats_of("query", query, 1)
     cdef uint64_t dim = values.shape[0]
     if dim == 0:
         raise DimensionMismatch("query must have at least 1 dimension (got 0)")
@@ -210,74 +187,6 @@ def prepare_query(query not None, *, metric="cosine"):
     if status >= 0:
         raise NonFiniteVector(f"query must be finite (index {status} is not)")
     return prepared
-
-
-def check_vectors(rows not None, *, dtype="float32"):
-    """Check vectors before they are stored, and compute what is stored with them.
-
-    Parameters
-    ----------
-    rows : array-like of shape (N, D)
-        Real numbers, rounded to float32 first.
-    dtype : {'float32', 'float16'}
-        How the rows are stored. float16 rounds to nearest, ties to even.
-
-    Returns
-    -------
-    CheckedRows
-        `stored` (N, D) in `dtype`; `factors` float32 (N,), what cosine multiplies with (0 for a
-        zero row); `zero` bool (N,), rows whose factor is 0.
-
-    Raises
-    ------
-    NonFiniteVector
-        A value is NaN or infinite, or would be once rounded; row and column are named.
-    DimensionMismatch, InvalidArgument, InvalidType
-    """
-    if dtype not in ("float32", "float16"):
-        raise InvalidArgument("dtype must be 'float32' or 'float16'")
-    array = _floats("vectors", rows, 2)
-    cdef const float[:, ::1] values = array
-    cdef uint64_t n = values.shape[0], dim = values.shape[1]
-    if dim == 0:
-        raise DimensionMismatch("vectors must have at least 1 dimension (got 0)")
-    cdef bint half = dtype == "float16"
-    stored = np.empty((n, dim), dtype=np.float16) if half else array
-    factors, zero = np.empty(n, dtype=np.float32), np.empty(n, dtype=np.bool_)
-    cdef uint16_t[:, ::1] halves = stored.view(np.uint16) if half else None
-    cdef float[::1] out = factors, scratch = np.empty(dim, dtype=np.float32)
-    cdef uint8_t[::1] flags = zero.view(np.uint8)
-    if n == 0:
-        return CheckedRows(stored, factors, zero)
-    cdef uint16_t *halves_ptr = &halves[0, 0] if half else NULL
-    cdef int64_t bad
-    with nogil:
-        bad = kalos_check_rows(
-            &values[0, 0], n, dim, halves_ptr, &scratch[0], &out[0], &flags[0])
-    if bad >= 0:
-        raise NonFiniteVector(
-            f"vectors must be finite in {dtype} (row {bad // <int64_t> dim}, "
-            f"column {bad % <int64_t> dim} is not)")
-    return CheckedRows(stored, factors, zero)
-
-
-def row_factors(rows not None):
-    """Compute what cosine multiplies each stored row's dot product with.
-
-    Parameters
-    ----------
-    rows : float32 or float16 array of shape (N, D)
-
-    Returns
-    -------
-    float32 array of shape (N,)
-        1 / norm, rounded once; 0 for a zero row.
-
-    Raises
-    ------
-    DimensionMismatch, InvalidArgument, InvalidType, NonFiniteVector
-    """
-    return check_vectors(rows).factors
 
 
 def score_rows(query not None, rows not None, listed not None, *, metric, factors=None, level=None):
@@ -358,7 +267,7 @@ cdef object _extents(object extents, uint64_t num_rows):
     return np.ascontiguousarray(array, dtype=np.uint64)
 
 
-cdef float _min_score(object value) except? -1:
+cdef float c_lower_bound(object value) except? -1:
     if value is None:
         return -float("inf")
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
@@ -448,7 +357,7 @@ def topk_batch(queries not None, rows not None, *, metric, k, extents=None, tomb
     scan.level = _level(level)
     scan.k = _count("k", k, 1, KALOS_MAX_HITS)
     scan.threads = _count("threads", threads, 0, 1 << 20)
-    scan.min_score = _min_score(min_score)
+    scan.min_score = c_lower_bound(min_score)
     cdef _Rows c_rows = _Rows(rows, factors, scan.metric)
     scan.rows = c_rows.c
     queries = np.asarray(queries)
@@ -456,7 +365,7 @@ def topk_batch(queries not None, rows not None, *, metric, k, extents=None, tomb
         raise InvalidArgument(f"queries must have 2 axes (got {queries.ndim})")
     cdef uint64_t[:, ::1] spans = _extents(extents, c_rows.num_rows)
     scan.num_extents = spans.shape[0]
-    scan.extents = <kalos_extent *> &spans[0, 0] if spans.shape[0] else NULL
+    scan.extents = <kalos_row_run *> &spans[0, 0] if spans.shape[0] else NULL
     cdef uint64_t[::1] dead, passing, names
     scan.tombstones = scan.allowed = scan.ids = NULL
     if tombstones is not None:

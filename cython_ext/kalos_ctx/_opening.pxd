@@ -26,6 +26,7 @@ cdef class WritableStore(StoreReader):
     cdef dict staged_keys           # (what, key) -> seq, of the batch
     cdef dict staged_digests        # idempotency key -> digest, of the batch
 
+    cdef int adopt(self, WritableStore other) except -1
     cdef int writing(self) except -1
     cdef int begin(self) except -1
     cdef int commit(self) except -1

@@ -23,8 +23,8 @@ from libc.string cimport memcmp, memcpy, memset
 from kalos_ctx._batch cimport Batch
 from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_ROWS, Control
 from kalos_ctx._layout cimport (
-    KALOS_KIND_DROP, KALOS_KIND_ERASE, KALOS_KIND_SEGMENTS, KALOS_KIND_SUMMARIES, KALOS_POSITION,
-    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SEGMENT_FIRST,
+    KALOS_KIND_DROP, KALOS_KIND_ERASE, KALOS_KIND_SEGMENTS, KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES,
+    KALOS_POSITION, KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SEGMENT_FIRST,
     kalos_change, kalos_crc32c, kalos_entry, kalos_item, kalos_record, kalos_roots,
 )
 from kalos_ctx._log cimport kalos_record_crc, kalos_round_up, kalos_sections, kalos_sections_of
@@ -207,6 +207,7 @@ cdef class WritableStore(StoreReader):
         self.index.epoch = self.control.state.epoch | 1
         self.index.arena.sync()
         self.control.write_state(True)
+        self.control.set_word(WORD_GENERATION, self.generation)
         self.control.set_word(WORD_COMMITTED, stop)
         self.control.set_word(WORD_ROWS, self.index.cursor.vector_rows)
         self.remove_other_generations()
@@ -257,8 +258,8 @@ cdef class WritableStore(StoreReader):
                     return stop, "payload", True
             for one in batch:
                 self.index.apply(self.log.record(one))
-            if any(self.log.record(one).kind == KALOS_KIND_ERASE for one in batch):
-                for one in batch:
+            for one in batch:
+                if self.log.record(one).kind in (KALOS_KIND_ERASE, KALOS_KIND_DROP):
                     self.scrub_listed(one)
             self.index.applied = batch[0]
             self.recovery["replayed"] += len(batch)
@@ -343,6 +344,20 @@ cdef class WritableStore(StoreReader):
         for name in os.listdir(self.dirfd):
             if name.startswith("gen-") and name != f"gen-{self.generation:06d}":
                 shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+
+    cdef int adopt(self, WritableStore other) except -1:
+        """Go on in the files of another generation, which `other` wrote."""
+        cdef int old = self.genfd
+        self.log, self.index, self.tokens, self.vectors = other.log, other.index, other.tokens, other.vectors
+        self.batch = other.batch
+        self.genfd, other.genfd = other.genfd, -1
+        if old >= 0:
+            os.close(old)
+        self.generation = self.seen_generation = other.generation
+        self.log.ahead = self.payload_in_log
+        self.synced = self.log.end
+        self.checkpoint_at = self.log_bytes()
+        return self.set_vector_layout()
 
     # ---- Durability -----------------------------------------------------------------------------
 
@@ -506,7 +521,7 @@ cdef class WritableStore(StoreReader):
         cdef bytes body
         kalos_sections_of(rec, &s)
         c = s.change[0]
-        if c.entry_off and rec.kind != KALOS_KIND_DROP:
+        if c.entry_off and rec.kind != KALOS_KIND_DROP and rec.kind != KALOS_KIND_SHARE:
             self.scrub_entry(&c.entry)
         if (rec.kind == KALOS_KIND_SEGMENTS or rec.kind == KALOS_KIND_SUMMARIES) and s.table != NULL:
             for pos, n in item_runs(s.table[:c.table_len]):

@@ -22,19 +22,20 @@ typedef struct kalos_rows {
   const void* const* segments;  // base of each mapping: float32 or float16, row after row
   const float* const* factors;  // cosine: the factors of the same rows, same division; else NULL
   uint64_t rows_per_segment;
-  uint64_t stride_nbytes;  // from row to row
+  uint64_t stride_nbytes;         // from row to row
+  uint64_t factor_stride_nbytes;  // from factor to factor
   uint32_t dim;
   uint32_t half;  // 1: float16
 } kalos_rows;
 
-typedef struct kalos_extent {
+typedef struct kalos_row_run {
   uint64_t start;  // first row
   uint64_t count;  // rows
-} kalos_extent;
+} kalos_row_run;
 
 typedef struct kalos_scan {
   kalos_rows rows;
-  const kalos_extent* extents;  // ascending, disjoint: the scope
+  const kalos_row_run* extents;  // ascending, disjoint: the scope
   uint64_t num_extents;
   const uint64_t* tombstones;  // bit r: row r is dead. NULL: none
   const uint64_t* allowed;     // bit r: row r passes the filter. NULL: all pass

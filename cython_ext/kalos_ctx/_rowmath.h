@@ -13,9 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#define KALOS_METRIC_COSINE 0
-#define KALOS_METRIC_IP 1
-#define KALOS_METRIC_L2 2
+#include "kalos_layout.h"
 
 #define KALOS_SCORE_LANES \
   32u  // partial sums of a score; prepared queries are padded to a multiple of it

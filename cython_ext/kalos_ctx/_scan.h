@@ -86,7 +86,9 @@ static void kalos_tile_locate(kalos_tile* tile, const kalos_rows* rows, int metr
       end = base + rows->rows_per_segment;
     }
     tile->pointers[i] = (const char*)rows->segments[segment] + (row - base) * rows->stride_nbytes;
-    if (metric == KALOS_METRIC_COSINE) tile->factors[i] = rows->factors[segment][row - base];
+    if (metric == KALOS_METRIC_COSINE) 
+      tile->factors[i] = *(const float*)((const char*)rows->factors[segment] +
+                                         (row - base) * rows->factor_stride_nbytes);
   }
 }
 
@@ -164,7 +166,7 @@ static void kalos_scan_work(void* context, int thread) {
     if (p >= job->num_parts) break;
     kalos_part part = job->parts[p];
     while (part.count > 0) {
-      kalos_extent extent = scan->extents[part.extent++];
+      kalos_row_run extent = scan->extents[part.extent++];
       uint64_t start = extent.start + part.offset, n = extent.count - part.offset;
       if (n > part.count) n = part.count;
       kalos_scan_run(job, start, start + n, &tile, heaps, counts);

@@ -23,11 +23,13 @@ cdef class StoreWriter(WritableStore):
     cdef void close_stage(self, Stage* s)
     cdef int change_of(self, Stage* s, kalos_change* c) except -1
     cdef int add_entry(self, uint32_t kind, Stage* s, Draft d) except -1
+    cdef int advance(self, Stage* s, uint32_t kind, const kalos_change* c) except -1
     cdef int place_entry(self, Stage* s, kalos_change* c, Parts* p) except -1
     cdef const kalos_entry* entry_at(self, Stage* s, uint32_t seq) except NULL
     cdef uint32_t unit_start(self, Stage* s, uint32_t seq) except? 0
     cdef int join_units(self, Stage* s, Draft d, kalos_change* c) except -1
     cdef long group_member(self, Stage* s, uint8_t what, bytes group) except -2
+    cdef long inherited_member(self, Stage* s, uint8_t what, bytes group) except -2
     cdef uint32_t claim_key(self, Stage* s, uint8_t what, bytes key, uint32_t seq) except? 0
     cdef long seq_of_key(self, Stage* s, Draft d) except -2
     cdef int keep_entries(self, Stage* s, uint32_t to, kalos_change* c, Parts* p) except -1

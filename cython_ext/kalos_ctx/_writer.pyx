@@ -189,8 +189,24 @@ cdef class StoreWriter(WritableStore):
         if s.base == 0 or not self.index.find_key(
                 self.log, self.index.key_hash(s.slot_off, what, group), s.slot_off, what, group,
                 &found, &bucket):
-            return -1
+            return self.inherited_member(s, what, group)
         return found.change.entry.seq
+
+    cdef long inherited_member(self, Stage* s, uint8_t what, bytes group) except -2:
+        """As group_member among the entries that a fork shares: its parent's keys are not its own."""
+        cdef kalos_sections found
+        cdef const kalos_entry* e
+        cdef uint32_t seq
+        if not s.image.flags & KALOS_IMAGE_FORKED:
+            return -1
+        for seq in range(min(s.image.shared_below, s.base)):
+            e = self.entry_at(s, seq)
+            if e.flags & KALOS_ENTRY_GROUPED and (what == c"g" or e.role == KALOS_ROLE_ASSISTANT):
+                self.log.sections(e.lsn, &found)
+                if found.change.group_len == <uint32_t>len(group) \
+                        and memcmp(found.group, <const char*>group, len(group)) == 0:
+                    return seq
+        return -1
 
     cdef uint32_t claim_key(self, Stage* s, uint8_t what, bytes key, uint32_t seq) except? 0:
         """A free bucket of the key table for a key of the slot; + 1."""
@@ -248,12 +264,35 @@ cdef class StoreWriter(WritableStore):
                 c.vector_len = <uint32_t>d.vector.shape[0]
                 p.vector = &d.vector[0]
         self.place_entry(s, &c, &p)
-        advance_image(s, kind, &c)
+        self.advance(s, kind, &c)
         c.image = s.image
         s.image.last_lsn = self.batch.stage_record(kind, 0, &c, &p)
         if self.staged_entries is None:
             self.staged_entries = []
         self.staged_entries.append((<char*>&c.entry)[:sizeof(kalos_entry)])
+        return 0
+
+    cdef int advance(self, Stage* s, uint32_t kind, const kalos_change* c) except -1:
+        """The slot's image behind one more entry."""
+        cdef kalos_image* image = &s.image
+        image.num_entries += 1
+        if kind != KALOS_KIND_TURN:
+            return 0
+        image.sum = c.entry.sum
+        if c.entry.role == KALOS_ROLE_ASSISTANT:
+            image.last_assistant = image.num_entries
+        elif c.entry.role == KALOS_ROLE_USER:
+            image.last_user = image.num_entries
+        if c.entry.flags & KALOS_ENTRY_TTL:
+            image.expires_at = max(image.expires_at, c.expires_at)
+            image.flags |= KALOS_IMAGE_TTL
+        else:
+            image.flags |= KALOS_IMAGE_LASTING
+        if c.entry.vector_row:
+            image.flags |= KALOS_IMAGE_VECTORS
+        if c.entry.unit_first != c.entry.seq or c.entry.live_tokens or c.entry.trim_prev \
+                or c.entry.flags & (KALOS_ENTRY_ORPHAN | KALOS_ENTRY_TTL):
+            image.flags |= KALOS_IMAGE_COMPLEX
         return 0
 
     cdef int place_entry(self, Stage* s, kalos_change* c, Parts* p) except -1:
@@ -803,30 +842,6 @@ cdef int fill_texts(Draft d, kalos_change* c, Parts* p) noexcept:
         memcpy(c.digest, <const char*>d.digest, 16)
     if d.vector is not None:
         c.present |= KALOS_HAS_VECTOR
-    return 0
-
-
-cdef int advance_image(Stage* s, uint32_t kind, const kalos_change* c) noexcept:
-    """The slot's image behind one more entry."""
-    cdef kalos_image* image = &s.image
-    image.num_entries += 1
-    if kind != KALOS_KIND_TURN:
-        return 0
-    image.sum = c.entry.sum
-    if c.entry.role == KALOS_ROLE_ASSISTANT:
-        image.last_assistant = image.num_entries
-    elif c.entry.role == KALOS_ROLE_USER:
-        image.last_user = image.num_entries
-    if c.entry.flags & KALOS_ENTRY_TTL:
-        image.expires_at = max(image.expires_at, c.expires_at)
-        image.flags |= KALOS_IMAGE_TTL
-    else:
-        image.flags |= KALOS_IMAGE_LASTING
-    if c.entry.vector_row:
-        image.flags |= KALOS_IMAGE_VECTORS
-    if c.entry.unit_first != c.entry.seq or c.entry.live_tokens or c.entry.trim_prev \
-            or c.entry.flags & (KALOS_ENTRY_ORPHAN | KALOS_ENTRY_TTL):
-        image.flags |= KALOS_IMAGE_COMPLEX
     return 0
 
 

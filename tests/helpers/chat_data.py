@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from helpers.real_data import template_paths
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kalos_ctx.tokens import TokenCodec, TurnContext
 
@@ -48,6 +48,16 @@ def _qwen3_json() -> str:
 def qwen3_tokenizer(*control_tokens: str) -> Tokenizer:
     """Return Qwen3's tokenizer with more special tokens; a new object each time."""
     tokenizer = Tokenizer.from_str(_qwen3_json())
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in control_tokens])
+    return tokenizer
+
+
+def byte_tokenizer(*control_tokens: str) -> Tokenizer:
+    """Return a small tokenizer that has one token a byte, and control tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: n for n, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in control_tokens])
     return tokenizer
 

@@ -1,0 +1,581 @@
+"""Chats from files: OpenAI-style JSON lines and ShareGPT into a store.
+
+A file is read as a stream: JSON lines (one conversation a line), or one JSON array of conversations;
+gzip is unpacked. docs/cli.md describes what is taken from a conversation and what is refused.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+from kalos_ctx.arguments import name_bytes
+from kalos_ctx.errors import KalosError, StoreFull, StoreIOError, StoreLocked, StoreReadOnly
+
+if TYPE_CHECKING:
+    from kalos_ctx.store import SessionStore
+
+MAX_RECORD_NBYTES = 64 << 20
+CHUNK_NBYTES = 1 << 20
+BOM = b"\xef\xbb\xbf"
+BLANK = re.compile(r"\s*")
+ROLES = {
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant",
+    "system": "system", "developer": "developer",
+    "tool": "tool", "observation": "tool", "function": "function",
+}  # fmt: skip
+# Fields of a message with a place of their own in a turn; all others become its metadata.
+TURN_FIELDS = frozenset(
+    {"role", "from", "content", "value", "token_ids", "group", "created_at", "metadata"}
+)
+TOOLS_SEGMENT = "tools"
+# The store itself has failed: no later line can fare better.
+HOPELESS = (StoreFull, StoreIOError, StoreLocked, StoreReadOnly)
+
+
+class Refused(Exception):
+    """A conversation is not taken, and why; the message quotes none of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A place in the file that was not taken, and why.
+
+    Attributes
+    ----------
+    line : int
+        From 1: where the conversation begins.
+    reason : str
+    """
+
+    line: int
+    reason: str
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What an import did.
+
+    Attributes
+    ----------
+    sessions, turns : int
+        New sessions, and turns added to new and old ones.
+    unchanged : int
+        Conversations that the store held already.
+    grown : int
+        Sessions that gained turns at their end.
+    as_system : int
+        Developer turns that stand as system turns, since the template has no developer.
+    refused : list of Refusal
+    """
+
+    sessions: int = 0
+    turns: int = 0
+    unchanged: int = 0
+    grown: int = 0
+    as_system: int = 0
+    refused: list[Refusal] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation of a file, in the store's terms."""
+
+    session: bytes
+    turns: list[dict[str, Any]]
+    tools: str | None
+
+
+def import_file(
+    store: SessionStore,
+    path: str | os.PathLike[str],
+    *,
+    tenant: str | bytes = "",
+    strict: bool = False,
+    trust_token_ids: bool = False,
+    on_refusal: Callable[[Refusal], None] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> ImportReport:
+    """Add the conversations of a file to a store.
+
+    Each conversation becomes one session, all of it or nothing. One that the store holds already
+    is left as it is, and one that has grown gains its new turns, so that an import may be
+    repeated, also after it was interrupted.
+
+    Parameters
+    ----------
+    store : SessionStore
+        Opened for writing, with a tokenizer unless the file holds token IDs only.
+    path : path
+        The file; "-" is standard input.
+    strict : bool
+        Stop at the first refusal; what stands before it is in the store.
+    trust_token_ids : bool
+        Take `token_ids` of messages without text as they are, framing included.
+    on_refusal, on_bytes : callable, optional
+        Called with each refusal, and with the bytes of the file that were read so far.
+
+    Raises
+    ------
+    StoreFull, StoreIOError, StoreLocked, StoreReadOnly, OSError
+    """
+    report = ImportReport()
+    taker = _Taker(store, tenant, trust_token_ids, report)
+    label = "stdin" if os.fspath(path) == "-" else os.path.basename(os.fspath(path))
+    with _opened(path) as raw:
+        for line, record in records(raw, on_bytes):
+            try:
+                if isinstance(record, Refused):
+                    raise record
+                taker.take(record, f"{label}:{line}")
+            except HOPELESS:
+                raise
+            except (Refused, KalosError) as error:
+                refusal = Refusal(line, str(error))
+                report.refused.append(refusal)
+                if on_refusal is not None:
+                    on_refusal(refusal)
+                if strict:
+                    break
+    return report
+
+
+class _Taker:
+    """Puts conversations into one store."""
+
+    def __init__(
+        self, store: SessionStore, tenant: str | bytes, trust: bool, report: ImportReport
+    ) -> None:
+        self._store, self._tenant, self._trust, self._report = store, tenant, trust, report
+        self._has_developer = _renders_developer(store)
+
+    def take(self, record: Any, unnamed: str) -> None:
+        """Add one conversation; Refused or KalosError, and nothing is changed, otherwise."""
+        chat = conversation(record, unnamed, trust_token_ids=self._trust)
+        if not self._has_developer:
+            for turn in chat.turns:
+                if turn["role"] == "developer":
+                    turn["role"] = "system"
+                    self._report.as_system += 1
+        store, tenant = self._store, self._tenant
+        if chat.tools is not None:
+            self._check_tools(chat.tools)
+        have = store.count(chat.session, tenant=tenant)
+        if have:
+            self._check_same(chat, have)
+        added = store.extend(chat.session, chat.turns[have:], tenant=tenant)
+        # Behind the turns: an import that was cut short between the two is completed by the next.
+        tools_new = chat.tools is not None and self._pin_tools(chat.session, chat.tools)
+        self._report.turns += len(added)
+        if not have:
+            self._report.sessions += 1
+        elif added or tools_new:
+            self._report.grown += 1
+        else:
+            self._report.unchanged += 1
+
+    def _check_same(self, chat: Conversation, have: int) -> None:
+        """Refuse a conversation that does not begin as the stored session does."""
+        old = self._store.turns(chat.session, tenant=self._tenant)
+        for stored, turn in zip(old, chat.turns, strict=False):
+            if not _same(stored, turn):
+                raise Refused(
+                    f"the store has a session of this name whose turn {stored.seq} is another"
+                )
+        if have > len(chat.turns):
+            raise Refused(
+                f"the store has a session of this name with more turns, {have} "
+                f"(the file has {len(chat.turns)})"
+            )
+
+    def _check_tools(self, tools: str) -> None:
+        codec = self._store.codec
+        if codec is None or not codec.has_template:
+            raise Refused("tools need a tokenizer with a chat template")
+        codec.head([(TOOLS_SEGMENT, "tools", tools)])
+
+    def _pin_tools(self, session: bytes, tools: str) -> bool:
+        old = self._store.segments(session, tenant=self._tenant).get(TOOLS_SEGMENT)
+        if old is not None and old["text"] == tools:
+            return False
+        self._store.set_segment(session, TOOLS_SEGMENT, tools, tenant=self._tenant, role="tools")
+        return True
+
+
+def _renders_developer(store: SessionStore) -> bool:
+    codec = store.codec
+    if codec is None or not codec.has_template:
+        return True
+    try:
+        codec.encode_turn("developer", "x")
+    except KalosError:
+        return False
+    return True
+
+
+def _same(stored: Any, turn: Mapping[str, Any]) -> bool:
+    """Say whether a stored turn is the one of the file; what the file leaves open is not compared."""
+    if stored.role != turn["role"] or stored.text != turn["content"]:
+        return False
+    if (stored.metadata or None) != turn["metadata"] or stored.group != turn["group"]:
+        return False
+    if turn["created_at"] is not None and stored.created_at != turn["created_at"]:
+        return False
+    ids = turn.get("token_ids")
+    return ids is None or stored.token_ids.tolist() == ids
+
+
+# ---- One conversation ---------------------------------------------------------------------------
+
+
+def conversation(record: Any, unnamed: str, *, trust_token_ids: bool = False) -> Conversation:
+    """Return a parsed JSON value as a conversation.
+
+    Parameters
+    ----------
+    record : JSON value
+        `{"messages": [...]}` or `{"conversations": [...]}`, with `id` and `tools` where they are.
+    unnamed : str
+        The session's name where the record has no `id`.
+
+    Raises
+    ------
+    Refused
+    """
+    if not isinstance(record, dict):
+        raise Refused(f"a conversation must be a JSON object (got {_kind(record)})")
+    found = [name for name in ("messages", "conversations") if name in record]
+    if len(found) != 1:
+        which = "both" if found else "neither"
+        raise Refused(f"a conversation must have 'messages' or 'conversations' (has {which})")
+    messages = record[found[0]]
+    if not isinstance(messages, list) or not messages:
+        what = "an empty one" if messages == [] else _kind(messages)
+        raise Refused(f"'{found[0]}' must be a list of messages (got {what})")
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise Refused(f"'system' must be a string (got {_kind(system)})")
+    turns = [_turn(f"{found[0]}[{i}]", m, trust_token_ids) for i, m in enumerate(messages)]
+    if system:
+        turns.insert(0, _turn("system", {"role": "system", "content": system}, False))
+    return Conversation(_session(record.get("id"), unnamed), turns, _tools(record.get("tools")))
+
+
+def _session(given: Any, unnamed: str) -> bytes:
+    if given is None:
+        given = unnamed
+    elif isinstance(given, int) and not isinstance(given, bool):
+        given = str(given)
+    if not isinstance(given, str):
+        raise Refused(f"'id' must be a string or a whole number (got {_kind(given)})")
+    try:
+        # Lone surrogates stand for the bytes of a name that is not UTF-8, as in an export.
+        raw = given.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise Refused("'id' holds a lone surrogate that stands for no byte") from None
+    return name_bytes(raw, "'id'")
+
+
+def _tools(given: Any) -> str | None:
+    if isinstance(given, str):  # ShareGPT files often hold the list as text
+        try:
+            given = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError):
+            raise Refused("'tools' is text that is not JSON") from None
+    if given is None or given == []:
+        return None
+    if not isinstance(given, list):
+        raise Refused(f"'tools' must be a list (got {_kind(given)})")
+    return json.dumps(given, ensure_ascii=False)
+
+
+def _turn(place: str, message: Any, trust_token_ids: bool) -> dict[str, Any]:
+    """Return a message as arguments of `append`."""
+    if not isinstance(message, dict):
+        raise Refused(f"{place} must be a JSON object (got {_kind(message)})")
+    metadata = {name: value for name, value in message.items() if name not in TURN_FIELDS}
+    more = message.get("metadata")
+    if more is not None:
+        if not isinstance(more, dict):
+            raise Refused(f"{place}: 'metadata' must be an object (got {_kind(more)})")
+        metadata.update(more)
+    group = message.get("group")
+    if group is not None and (isinstance(group, bool) or not isinstance(group, str | int)):
+        raise Refused(f"{place}: 'group' must be a string or a whole number (got {_kind(group)})")
+    turn = {
+        "role": _role(place, message),
+        "content": _content(place, message),
+        "metadata": metadata or None,
+        "group": group,
+        "created_at": message.get("created_at"),
+    }
+    ids = message.get("token_ids")
+    if turn["content"] is None and ids is not None:
+        if not trust_token_ids:
+            raise Refused(
+                f"{place} holds token IDs in place of text; --trust-token-ids takes them as they are"
+            )
+        turn.update(token_ids=ids, framed=True)
+    elif turn["content"] is None and not metadata.get("tool_calls"):
+        raise Refused(f"{place} has no content")
+    elif turn["content"] == "" and not metadata.get("tool_calls"):
+        raise Refused(f"{place} is empty")
+    return turn
+
+
+def _role(place: str, message: Mapping[str, Any]) -> str:
+    given = message.get("role", message.get("from"))
+    if not isinstance(given, str):
+        raise Refused(f"{place} has no role" if given is None else f"{place}: role is no string")
+    role = ROLES.get(given.strip().lower())
+    if role is None:
+        raise Refused(f"{place} has an unknown role {given[:40]!a}")
+    return role
+
+
+def _content(place: str, message: Mapping[str, Any]) -> str | None:
+    given = message.get("content", message.get("value"))
+    if isinstance(given, list):
+        parts = []
+        for part in given:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise Refused(f"{place} has a content part that is not text")
+            parts.append(part["text"])
+        return "".join(parts)
+    if given is None or isinstance(given, str):
+        return given
+    raise Refused(f"{place}: content must be a string (got {_kind(given)})")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
+    if value is None:
+        return "null"
+    return names.get(type(value), "a number")
+
+
+# ---- The file -----------------------------------------------------------------------------------
+
+
+class _opened:
+    """A binary file to read, or standard input, which stays open."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> IO[bytes]:
+        if self._path == "-":
+            return sys.stdin.buffer
+        self._file = open(self._path, "rb")
+        return self._file
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class _Source:
+    """A file's bytes from its beginning, unpacked where they are gzip, with places told."""
+
+    def __init__(self, raw: IO[bytes], on_bytes: Callable[[int], None] | None) -> None:
+        self._raw, self._on_bytes = raw, on_bytes
+        self._done = 0
+        head = raw.read(2)
+        self._ahead = head
+        self._stream: Any = gzip.GzipFile(fileobj=self) if head == b"\x1f\x8b" else self
+        self._packed = self._stream is not self
+
+    def read(self, size: int = CHUNK_NBYTES) -> bytes:
+        """Read raw bytes (called by gzip too)."""
+        if self._ahead:
+            data, self._ahead = self._ahead, b""
+        else:
+            data = self._raw.read(size)
+        self._done += len(data)
+        if self._on_bytes is not None:
+            self._on_bytes(self._done)
+        return data
+
+    def chunk(self) -> bytes:
+        """Return the next bytes of the text, b"" at the end."""
+        if not self._packed:
+            return self.read()
+        try:
+            data: bytes = self._stream.read(CHUNK_NBYTES)
+        except (EOFError, gzip.BadGzipFile, OSError) as error:
+            raise Refused(f"the gzip data is damaged from here on ({type(error).__name__})") from None
+        return data
+
+
+def records(
+    raw: IO[bytes], on_bytes: Callable[[int], None] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yield (line, parsed JSON value or Refused) for each conversation of a file.
+
+    Reads as a stream: at most one conversation, of at most 64 MiB, is held.
+    """
+    source = _Source(raw, on_bytes)
+    try:
+        first = source.chunk().removeprefix(BOM)
+        while first and not first.strip():
+            more = source.chunk()
+            if not more:
+                return
+            first += more
+    except Refused as refused:
+        yield 1, refused
+        return
+    if first.lstrip()[:1] == b"[":
+        yield from _array_items(first, source)
+    else:
+        yield from _lines(first, source)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return Refused(f"not JSON: {error.msg} at character {error.pos + 1}")
+    except ValueError:
+        return Refused("not JSON that can be read: a number is too long")
+    except RecursionError:
+        return Refused("not JSON that can be read: nested too deeply")
+
+
+def _line_value(line: bytes) -> Any:
+    if b"\0" in line:
+        return Refused("the line holds a NUL byte")
+    try:
+        return _parsed(line.decode())
+    except UnicodeDecodeError as error:
+        return Refused(f"the line is not UTF-8 at byte {error.start + 1}")
+
+
+def _lines(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
+    """Yield the values of JSON lines."""
+    number, pending, skipping, data = 1, b"", False, first
+    while data:
+        *whole, rest = data.split(b"\n")
+        for piece in whole:
+            if skipping:
+                skipping = False
+            else:
+                line = pending + piece
+                if len(line) > MAX_RECORD_NBYTES:
+                    yield number, _too_long()
+                elif line.strip():
+                    yield number, _line_value(line)
+            pending = b""
+            number += 1
+        if not skipping:
+            pending += rest
+            if len(pending) > MAX_RECORD_NBYTES:
+                yield number, _too_long()
+                pending, skipping = b"", True
+        try:
+            data = source.chunk()
+        except Refused as refused:
+            yield number, refused
+            return
+    if pending.strip() and not skipping:
+        yield number, _line_value(pending)
+
+
+def _too_long() -> Refused:
+    return Refused(f"longer than {MAX_RECORD_NBYTES >> 20} MiB")
+
+
+class _ArrayText:
+    """The decoded text of a JSON array, with the line at which the unread part begins."""
+
+    def __init__(self, first: bytes, source: _Source) -> None:
+        self._source = source
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self.line, self.at, self.ended = 1, 0, False
+        self.text = self._decoder.decode(first)
+        self._wanted = 0
+
+    def more(self) -> None:
+        """Read on; twice as much each time, so that a long item is tried a few times only."""
+        self.text, self.at = self.text[self.at :], 0
+        target = 2 * len(self.text) + CHUNK_NBYTES
+        pieces, have = [self.text], len(self.text)
+        while have < target and not self.ended:
+            data = self._source.chunk()
+            self.ended = not data
+            pieces.append(self._decoder.decode(data, final=self.ended))
+            have += len(pieces[-1])
+        self.text = "".join(pieces)
+
+    def pass_over(self, end: int) -> None:
+        """Go on behind `end`, counting lines."""
+        self.line += self.text.count("\n", self.at, end)
+        self.at = end
+
+    def peek(self) -> str:
+        """Return the next character that is not blank; "" at the end."""
+        while True:
+            match = BLANK.match(self.text, self.at)
+            self.pass_over(match.end() if match else self.at)
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            self.more()
+
+
+def _array_items(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
+    """Yield the items of one JSON array; what is not JSON ends it, since no next item is known."""
+    line = 1
+    try:
+        text = _ArrayText(first, source)
+        text.peek()
+        text.pass_over(text.at + 1)
+        separator = ""
+        while (char := text.peek()) != "]" or separator == ",":
+            line = text.line
+            if separator == "" and char == "]":
+                break
+            value, end = _array_item(text)
+            yield line, value
+            text.pass_over(end)
+            separator = text.peek()
+            line = text.line
+            if separator == "]":
+                break
+            if separator != ",":
+                raise Refused("the JSON array is broken here; nothing behind it was read")
+            text.pass_over(text.at + 1)
+        text.pass_over(text.at + 1)
+        if text.peek():
+            line = text.line
+            raise Refused("something stands behind the JSON array")
+    except UnicodeDecodeError:
+        yield line, Refused("the file is not UTF-8 here or behind; nothing further was read")
+    except Refused as refused:
+        yield line, refused
+
+
+def _array_item(text: _ArrayText) -> tuple[Any, int]:
+    """Return the item at the text's place and where it ends."""
+    decoder = json.JSONDecoder()
+    while True:
+        try:
+            return decoder.raw_decode(text.text, text.at)
+        except json.JSONDecodeError as error:
+            if text.ended:
+                raise Refused(f"not JSON: {error.msg}; nothing behind it was read") from None
+        except (ValueError, RecursionError):
+            raise Refused("a number is too long or lists are nested too deeply") from None
+        if len(text.text) - text.at > MAX_RECORD_NBYTES:
+            raise Refused(f"not JSON, or longer than {MAX_RECORD_NBYTES >> 20} MiB")
+        text.more()
