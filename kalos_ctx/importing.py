@@ -1,31 +1,23 @@
 """Chats from files: OpenAI-style JSON lines and ShareGPT into a store.
 
-A file is read as a stream: JSON lines (one conversation a line), or one JSON array of conversations;
-gzip is unpacked. docs/cli.md describes what is taken from a conversation and what is refused.
+docs/cli.md describes what is taken from a conversation and what is refused.
 """
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import json
 import os
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from kalos_ctx.arguments import name_bytes
+from kalos_ctx.chat_files import Refused, opened, records
 from kalos_ctx.errors import KalosError, StoreFull, StoreIOError, StoreLocked, StoreReadOnly
 
 if TYPE_CHECKING:
     from kalos_ctx.store import SessionStore
 
-MAX_RECORD_NBYTES = 64 << 20
-CHUNK_NBYTES = 1 << 20
-BOM = b"\xef\xbb\xbf"
-BLANK = re.compile(r"\s*")
 ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
@@ -40,10 +32,6 @@ TURN_FIELDS = frozenset(
 TOOLS_SEGMENT = "tools"
 # The store itself has failed: no later line can fare better.
 HOPELESS = (StoreFull, StoreIOError, StoreLocked, StoreReadOnly)
-
-
-class Refused(Exception):
-    """A conversation is not taken, and why; the message quotes none of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +119,7 @@ def import_file(
     report = ImportReport()
     taker = _Taker(store, tenant, trust_token_ids, report)
     label = "stdin" if os.fspath(path) == "-" else os.path.basename(os.fspath(path))
-    with _opened(path) as raw:
+    with opened(path) as raw:
         for line, record in records(raw, on_bytes):
             try:
                 if isinstance(record, Refused):
@@ -223,7 +211,7 @@ def _renders_developer(store: SessionStore) -> bool:
 
 
 def _same(stored: Any, turn: Mapping[str, Any]) -> bool:
-    """Say whether a stored turn is the one of the file; what the file leaves open is not compared."""
+    """Say whether a stored turn is the file's, as far as the file says."""
     if stored.role != turn["role"] or stored.text != turn["content"]:
         return False
     if (stored.metadata or None) != turn["metadata"] or stored.group != turn["group"]:
@@ -322,7 +310,7 @@ def _turn(place: str, message: Any, trust_token_ids: bool) -> dict[str, Any]:
     if turn["content"] is None and ids is not None:
         if not trust_token_ids:
             raise Refused(
-                f"{place} holds token IDs in place of text; --trust-token-ids takes them as they are"
+                f"{place} holds token IDs in place of text; --trust-token-ids takes them as given"
             )
         turn.update(token_ids=ids, framed=True)
     elif turn["content"] is None and not metadata.get("tool_calls"):
@@ -362,220 +350,3 @@ def _kind(value: Any) -> str:
     if value is None:
         return "null"
     return names.get(type(value), "a number")
-
-
-# ---- The file -----------------------------------------------------------------------------------
-
-
-class _opened:
-    """A binary file to read, or standard input, which stays open."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
-        self._file: IO[bytes] | None = None
-
-    def __enter__(self) -> IO[bytes]:
-        if self._path == "-":
-            return sys.stdin.buffer
-        self._file = open(self._path, "rb")
-        return self._file
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-class _Source:
-    """A file's bytes from its beginning, unpacked where they are gzip, with places told."""
-
-    def __init__(self, raw: IO[bytes], on_bytes: Callable[[int], None] | None) -> None:
-        self._raw, self._on_bytes = raw, on_bytes
-        self._done = 0
-        head = raw.read(2)
-        self._ahead = head
-        self._stream: Any = gzip.GzipFile(fileobj=self) if head == b"\x1f\x8b" else self
-        self._packed = self._stream is not self
-
-    def read(self, size: int = CHUNK_NBYTES) -> bytes:
-        """Read raw bytes (called by gzip too)."""
-        if self._ahead:
-            data, self._ahead = self._ahead, b""
-        else:
-            data = self._raw.read(size)
-        self._done += len(data)
-        if self._on_bytes is not None:
-            self._on_bytes(self._done)
-        return data
-
-    def chunk(self) -> bytes:
-        """Return the next bytes of the text, b"" at the end."""
-        if not self._packed:
-            return self.read()
-        try:
-            data: bytes = self._stream.read(CHUNK_NBYTES)
-        except (EOFError, gzip.BadGzipFile, OSError) as error:
-            raise Refused(f"the gzip data is damaged from here on ({type(error).__name__})") from None
-        return data
-
-
-def records(
-    raw: IO[bytes], on_bytes: Callable[[int], None] | None = None
-) -> Iterator[tuple[int, Any]]:
-    """Yield (line, parsed JSON value or Refused) for each conversation of a file.
-
-    Reads as a stream: at most one conversation, of at most 64 MiB, is held.
-    """
-    source = _Source(raw, on_bytes)
-    try:
-        first = source.chunk().removeprefix(BOM)
-        while first and not first.strip():
-            more = source.chunk()
-            if not more:
-                return
-            first += more
-    except Refused as refused:
-        yield 1, refused
-        return
-    if first.lstrip()[:1] == b"[":
-        yield from _array_items(first, source)
-    else:
-        yield from _lines(first, source)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        return Refused(f"not JSON: {error.msg} at character {error.pos + 1}")
-    except ValueError:
-        return Refused("not JSON that can be read: a number is too long")
-    except RecursionError:
-        return Refused("not JSON that can be read: nested too deeply")
-
-
-def _line_value(line: bytes) -> Any:
-    if b"\0" in line:
-        return Refused("the line holds a NUL byte")
-    try:
-        return _parsed(line.decode())
-    except UnicodeDecodeError as error:
-        return Refused(f"the line is not UTF-8 at byte {error.start + 1}")
-
-
-def _lines(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
-    """Yield the values of JSON lines."""
-    number, pending, skipping, data = 1, b"", False, first
-    while data:
-        *whole, rest = data.split(b"\n")
-        for piece in whole:
-            if skipping:
-                skipping = False
-            else:
-                line = pending + piece
-                if len(line) > MAX_RECORD_NBYTES:
-                    yield number, _too_long()
-                elif line.strip():
-                    yield number, _line_value(line)
-            pending = b""
-            number += 1
-        if not skipping:
-            pending += rest
-            if len(pending) > MAX_RECORD_NBYTES:
-                yield number, _too_long()
-                pending, skipping = b"", True
-        try:
-            data = source.chunk()
-        except Refused as refused:
-            yield number, refused
-            return
-    if pending.strip() and not skipping:
-        yield number, _line_value(pending)
-
-
-def _too_long() -> Refused:
-    return Refused(f"longer than {MAX_RECORD_NBYTES >> 20} MiB")
-
-
-class _ArrayText:
-    """The decoded text of a JSON array, with the line at which the unread part begins."""
-
-    def __init__(self, first: bytes, source: _Source) -> None:
-        self._source = source
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self.line, self.at, self.ended = 1, 0, False
-        self.text = self._decoder.decode(first)
-        self._wanted = 0
-
-    def more(self) -> None:
-        """Read on; twice as much each time, so that a long item is tried a few times only."""
-        self.text, self.at = self.text[self.at :], 0
-        target = 2 * len(self.text) + CHUNK_NBYTES
-        pieces, have = [self.text], len(self.text)
-        while have < target and not self.ended:
-            data = self._source.chunk()
-            self.ended = not data
-            pieces.append(self._decoder.decode(data, final=self.ended))
-            have += len(pieces[-1])
-        self.text = "".join(pieces)
-
-    def pass_over(self, end: int) -> None:
-        """Go on behind `end`, counting lines."""
-        self.line += self.text.count("\n", self.at, end)
-        self.at = end
-
-    def peek(self) -> str:
-        """Return the next character that is not blank; "" at the end."""
-        while True:
-            match = BLANK.match(self.text, self.at)
-            self.pass_over(match.end() if match else self.at)
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
-            self.more()
-
-
-def _array_items(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
-    """Yield the items of one JSON array; what is not JSON ends it, since no next item is known."""
-    line = 1
-    try:
-        text = _ArrayText(first, source)
-        text.peek()
-        text.pass_over(text.at + 1)
-        separator = ""
-        while (char := text.peek()) != "]" or separator == ",":
-            line = text.line
-            if separator == "" and char == "]":
-                break
-            value, end = _array_item(text)
-            yield line, value
-            text.pass_over(end)
-            separator = text.peek()
-            line = text.line
-            if separator == "]":
-                break
-            if separator != ",":
-                raise Refused("the JSON array is broken here; nothing behind it was read")
-            text.pass_over(text.at + 1)
-        text.pass_over(text.at + 1)
-        if text.peek():
-            line = text.line
-            raise Refused("something stands behind the JSON array")
-    except UnicodeDecodeError:
-        yield line, Refused("the file is not UTF-8 here or behind; nothing further was read")
-    except Refused as refused:
-        yield line, refused
-
-
-def _array_item(text: _ArrayText) -> tuple[Any, int]:
-    """Return the item at the text's place and where it ends."""
-    decoder = json.JSONDecoder()
-    while True:
-        try:
-            return decoder.raw_decode(text.text, text.at)
-        except json.JSONDecodeError as error:
-            if text.ended:
-                raise Refused(f"not JSON: {error.msg}; nothing behind it was read") from None
-        except (ValueError, RecursionError):
-            raise Refused("a number is too long or lists are nested too deeply") from None
-        if len(text.text) - text.at > MAX_RECORD_NBYTES:
-            raise Refused(f"not JSON, or longer than {MAX_RECORD_NBYTES >> 20} MiB")
-        text.more()

@@ -1,4 +1,4 @@
-"""What goes to a person's terminal: escaped names, tables, progress bars, and one line for an error.
+"""What goes to a person's terminal: escaped names, tables, progress bars, one line for an error.
 
 Names and texts come from users of the store, so a control character in one could move the cursor,
 recolour the screen or reorder the line. Nothing of them reaches the terminal unescaped.
@@ -123,11 +123,17 @@ def table(
         )
     for row in rows:
         grid.add_row(*(Text(shown(cell)) for cell in row))
-    Console(width=None if live else PIPED_WIDTH, highlight=False).print(grid)
+    console = Console(width=None if live else PIPED_WIDTH, highlight=False)
+    # Captured, since rich would end the process by itself where the reader of a pipe has left.
+    with console.capture() as captured:
+        console.print(grid)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 @contextmanager
-def progress(what: str, total: int | None, *, visible: bool = True) -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int | None, *, visible: bool = True
+) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error while the block runs, if that is a terminal.
 
     Yields
@@ -135,7 +141,7 @@ def progress(what: str, total: int | None, *, visible: bool = True) -> Iterator[
     callable
         Takes how much is done by now, in bytes.
     """
-    if not (visible and is_terminal(sys.stderr)):
+    if not is_terminal(sys.stderr):
         yield _ignore
         return
     from rich.console import Console
