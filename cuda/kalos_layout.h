@@ -186,7 +186,7 @@ KALOS_STATIC_ASSERT(sizeof(kalos_index_header) == 1024, "kalos_index_header");
 // ---- Vector rows: what is known of row i -------------------------------------------------------------
 typedef struct kalos_row {
   uint32_t crc;      // CRC32C of the row's stored bytes
-  float factor;      // the row's factor of the score, docs/score.md
+  float factor;      // the row's factor of the score, DESIGN.md
   uint64_t entry;    // arena offset of its entry
 } kalos_row;
 KALOS_STATIC_ASSERT(sizeof(kalos_row) == 16, "kalos_row");

@@ -1,5 +1,131 @@
-"""Kalos: a chat session's ID in, the model's next input out."""
+"""Kalos: a chat session's ID in, the model's next input out.
 
-from kalos_ctx.errors import KalosError
+The names below load their modules when they are first used, so that the import costs little and
+needs neither a template engine nor a GPU library.
+"""
 
-__all__ = ["KalosError"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kalos_ctx.errors import (
+    BudgetExceeded,
+    Conflict,
+    ControlTokenInContent,
+    DeviceUnavailable,
+    DimensionMismatch,
+    FingerprintMismatch,
+    ForkedHandle,
+    FormatVersionError,
+    IdempotencyConflict,
+    InvalidArgument,
+    InvalidTokenId,
+    InvalidType,
+    KalosError,
+    NonFiniteVector,
+    NotAStore,
+    PassageNotFound,
+    PeerDenied,
+    PoolExhausted,
+    ProtocolError,
+    SessionExpired,
+    SessionNotFound,
+    SidecarUnavailable,
+    StoreClosed,
+    StoreCorrupt,
+    StoreFull,
+    StoreIOError,
+    StoreLocked,
+    StoreNotFound,
+    StoreReadOnly,
+    TemplateUnsafe,
+    UnknownField,
+    VersionMismatch,
+    WindowReleased,
+)
+
+if TYPE_CHECKING:
+    from kalos_ctx._reader import Passage, Turn
+    from kalos_ctx.assembler import ContextAssembler
+    from kalos_ctx.planner import Plan, PlanItem, Policy
+    from kalos_ctx.store import SessionStore
+    from kalos_ctx.tokens import TokenCodec
+    from kalos_ctx.types import ErasureReceipt, Flaw, Hits, Page, VerifyReport
+
+# Where each name that is not loaded yet comes from.
+_HOMES = {
+    "ContextAssembler": "assembler",
+    "ErasureReceipt": "types",
+    "Flaw": "types",
+    "Hits": "types",
+    "Page": "types",
+    "Passage": "_reader",
+    "Plan": "planner",
+    "PlanItem": "planner",
+    "Policy": "planner",
+    "SessionStore": "store",
+    "TokenCodec": "tokens",
+    "Turn": "_reader",
+    "VerifyReport": "types",
+}
+
+__all__ = [
+    "BudgetExceeded",
+    "Conflict",
+    "ContextAssembler",
+    "ControlTokenInContent",
+    "DeviceUnavailable",
+    "DimensionMismatch",
+    "ErasureReceipt",
+    "FingerprintMismatch",
+    "Flaw",
+    "ForkedHandle",
+    "FormatVersionError",
+    "Hits",
+    "IdempotencyConflict",
+    "InvalidArgument",
+    "InvalidTokenId",
+    "InvalidType",
+    "KalosError",
+    "NonFiniteVector",
+    "NotAStore",
+    "Page",
+    "Passage",
+    "PassageNotFound",
+    "PeerDenied",
+    "Plan",
+    "PlanItem",
+    "Policy",
+    "PoolExhausted",
+    "ProtocolError",
+    "SessionExpired",
+    "SessionNotFound",
+    "SessionStore",
+    "SidecarUnavailable",
+    "StoreClosed",
+    "StoreCorrupt",
+    "StoreFull",
+    "StoreIOError",
+    "StoreLocked",
+    "StoreNotFound",
+    "StoreReadOnly",
+    "TemplateUnsafe",
+    "TokenCodec",
+    "Turn",
+    "UnknownField",
+    "VerifyReport",
+    "VersionMismatch",
+    "WindowReleased",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

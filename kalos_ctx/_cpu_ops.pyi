@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,19 +12,10 @@ METRICS: dict[str, int]
 _Metric: TypeAlias = Literal["cosine", "ip", "l2"]
 _Rows: TypeAlias = NDArray[np.float32] | NDArray[np.float16]
 
-class CheckedRows(NamedTuple):
-    stored: NDArray[Any]
-    factors: NDArray[np.float32]
-    zero: NDArray[np.bool_]
-
 def levels() -> list[str]: ...
 def prepare_query(
     query: ArrayLike, *, metric: _Metric = "cosine"
 ) -> NDArray[np.float32] | None: ...
-def check_vectors(
-    rows: ArrayLike, *, dtype: Literal["float32", "float16"] = "float32"
-) -> CheckedRows: ...
-def row_factors(rows: _Rows) -> NDArray[np.float32]: ...
 def score_rows(
     query: ArrayLike,
     rows: _Rows | Sequence[_Rows],

@@ -37,7 +37,7 @@ Template = Annotated[
 
 def main() -> None:
     """Run the command line; ends the process."""
-    app()
+    app(prog_name="kalos")
 
 
 def open_store(
@@ -421,7 +421,8 @@ def demo_command(
 
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise CommandFailed(f"{keep} exists already; give a new folder to --keep")
-    found = run_demo(keep)
+    watched = terminal.is_terminal(sys.stderr) and not as_json
+    found = run_demo(keep, terminal.note if watched else lambda what: None)
     if as_json:
         terminal.print_json(found)
     else:

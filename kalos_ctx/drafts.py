@@ -1,7 +1,7 @@
 """From the arguments of a call to drafts: what the store's core writes.
 
-Checks come first and framing last: a turn whose idempotency key is known already is not framed again,
-since its place in the conversation is not the one that it had.
+Checks come first and framing last: a turn whose idempotency key is known already is not framed
+again, since its place in the conversation is not the one that it had.
 """
 
 from __future__ import annotations
@@ -269,10 +269,9 @@ class TurnIntake:
             raise InvalidArgument("a turn must have at least 1 token (got 0)")
         return encoded
 
-    def passage(
-        self, rows: VectorRows, i: int, text: Any, token_ids: Any, metadata: Any, now: float
-    ) -> Draft:
-        """Check and encode the passage of row `i`."""
+    def passage(self, rows: VectorRows, i: int, given: tuple[Any, Any, Any], now: float) -> Draft:
+        """Check and encode the passage of row `i`, given as (text, token_ids, metadata)."""
+        text, token_ids, metadata = given
         raw_text = None if text is None else arguments.text_bytes(text, f"texts[{i}]")
         ids: Ids = np.empty(0, np.int32)
         if token_ids is not None:

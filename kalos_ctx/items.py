@@ -1,4 +1,4 @@
-"""Tables of pinned segments and of summaries, as they stand in one log record (FORMAT.md, "Items")."""
+"""Tables of pinned segments and of summaries, as one log record holds them (FORMAT.md, "Items")."""
 
 from __future__ import annotations
 

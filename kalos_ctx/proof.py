@@ -33,7 +33,7 @@ CONTENTS = (
     "two\n\nparagraphs",
     "\n\nstarts with lines",
     "12345 and 67890",
-    "na\u00efve caf\u00e9, \u65e5\u672c\u8a9e, \U0001f600",
+    "naïve café, 日本語, 😀",
     '{"a": [1, 2]}',
     "<b>bold</b>",
     "ends with spaces   ",

@@ -48,6 +48,13 @@ class StoreBase:
     codec: TokenCodec | None
     metric: str
     recovery: dict[str, Any]
+    _core: StoreReader  # a StoreWriter in mode "a"
+    _intake: TurnIntake
+    _clock: Callable[[], float]
+    _listeners: weakref.WeakSet[Any]
+    _vocab_size: int
+    _vector_dtype: str
+    _bound: bool
 
     def __init__(self) -> None:
         raise InvalidType("SessionStore is opened by SessionStore.open")
@@ -126,8 +133,8 @@ class StoreBase:
             )
         self = cls.__new__(cls)
         self.path, self.mode, self.codec = folder, mode, codec
-        self._clock: Callable[[], float] = clock or time.time
-        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._clock = clock or time.time
+        self._listeners = weakref.WeakSet()
         self._core = _open_core(folder, mode, durability, asked, codec)
         try:
             self._bind(asked)
@@ -142,8 +149,8 @@ class StoreBase:
     def _bind(self, asked: Mapping[str, Any]) -> None:
         """Compare what the caller asked for with what the store is."""
         have = self._core.control.config
-        self._vocab_size: int = have["vocab_size"] or 0
-        self._vector_dtype: str = have["vector_dtype"]
+        self._vocab_size = have["vocab_size"] or 0
+        self._vector_dtype = have["vector_dtype"]
         self.metric = have["metric"]
         for name, options in (("vector_dtype", DTYPES), ("metric", METRICS)):
             # The defaults stand for "as the store is".

@@ -33,6 +33,7 @@ CALL: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "probe_tool", "arguments": {"key": "value"}},
 }
+CALLED: Mapping[str, Any] = {"tool_calls": [CALL]}
 
 
 def user(content: str = "What is this?") -> Message:
@@ -292,7 +293,7 @@ class ChatTemplate:
         if problem is not None and (has_calls or role == "tool"):
             what = "a tool result" if role == "tool" else "a tool call"
             raise TemplateUnsafe(f"{what} cannot be a turn of its own: {problem}")
-        frame = self.frame(role, previous, has_calls)
+        frame = self.frame(role, previous, has_calls, message.get("name"))
         tail, tail_text = self.tail(role, has_calls)
         try:
             text = self.whole([*frame.before, message, *tail], input_chars=input_chars)
@@ -310,11 +311,13 @@ class ChatTemplate:
             live = None if shown == cut else frame.back + shown
         return TurnText(frame.back + cut, frame.back + frame.pre, frame.post, frame.trim, live)
 
-    def plain_frame(self, role: str, previous: TurnContext | None) -> TurnText:
+    def plain_frame(
+        self, role: str, previous: TurnContext | None, name: str | None = None
+    ) -> TurnText:
         """Return the framing of plain content of `role`: `pre`, `post` and `trim`, without text."""
         if role == "tool" and self.tool_problem is not None:
             raise TemplateUnsafe(f"a tool result cannot be a turn of its own: {self.tool_problem}")
-        frame = self.frame(role, previous, False)
+        frame = self.frame(role, previous, False, name)
         return TurnText("", frame.back + frame.pre, frame.post, frame.trim)
 
     @staticmethod
@@ -368,8 +371,10 @@ class ChatTemplate:
 
     # Contexts.
 
-    def frame(self, role: str, previous: TurnContext | None, has_calls: bool) -> _Frame:
-        """Return what is known of turns of `role` after `previous`."""
+    def frame(
+        self, role: str, previous: TurnContext | None, has_calls: bool, name: str | None = None
+    ) -> _Frame:
+        """Return what is known of turns of `role` after `previous`; `name`: of a result's tool."""
         kind = "calls" if has_calls else role
         before = "none" if previous is None else previous.role
         calls: tuple[str, ...] = ()
@@ -377,8 +382,15 @@ class ChatTemplate:
             source = None if previous is None else previous.call
             if previous is not None and previous.role == "assistant" and previous.extra:
                 source = previous.extra
-            calls = self._call_names(source)
+            calls = self._call_names(source) or ((name,) if name else ())
             before = "tool" if before == "tool" else "calls"
+            frame = self._frame(kind, before, calls)
+            if not calls and CALL["function"]["name"] in frame.pre:
+                raise TemplateUnsafe(
+                    "the template writes the tool's name into a result: "
+                    "give the calls of the assistant turn before it, or the result's own name"
+                )
+            return frame
         elif before == "assistant" and previous is not None and previous.extra:
             before = "calls" if previous.extra.get("tool_calls") else before
         return self._frame(kind, before, calls)

@@ -211,12 +211,8 @@ class TokenCodec:
         role = message["role"]
         breaks = Break(self._firewall, role, "".join(texts))
         broken: Message = {**breaks.apply_deep(message), "role": role}
-        if role == "tool" and context is not None:
-            context = TurnContext(
-                context.role,
-                _applied(breaks, context.extra),
-                _applied(breaks, context.call),
-            )
+        if role == "tool":
+            context = _broken(breaks, context)
         turn = template.turn_text(broken, context, sum(map(len, texts)))
         encode = self._firewall.encode_literal
         ids = encode(turn.text, breaks)[0]
@@ -259,23 +255,22 @@ class TokenCodec:
         template = self._template
         if template is None:
             return EncodedTurn(content.copy(), 0, 0)
-        template.message(role, "", extra)
-        pre, post, trim = self._framing(template, role, context)
+        name = template.message(role, "", extra).get("name")
+        pre, post, trim = self._framing(template, role, context, name)
         whole = np.concatenate([_array(pre), content, _array(post)])
         return EncodedTurn(whole, len(pre), len(post), trim)
 
     def _framing(
-        self, template: ChatTemplate, role: str, context: TurnContext | None
+        self, template: ChatTemplate, role: str, context: TurnContext | None, name: str | None
     ) -> tuple[Sequence[int], Sequence[int], int]:
-        texts = list(_strings([context.extra or {}, context.call or {}])) if context else []
-        if role != "tool" or context is None or not self._firewall.spells(role, texts):
-            frame = template.plain_frame(role, context)
+        texts = [name] if name else []
+        if context is not None:
+            texts += _strings([context.extra or {}, context.call or {}])
+        if role != "tool" or not self._firewall.spells(role, texts):
+            frame = template.plain_frame(role, context, name)
             return self._frame_ids(frame.pre), self._frame_ids(frame.post), frame.trim
         breaks = Break(self._firewall, role, "".join(texts))
-        broken = TurnContext(
-            context.role, _applied(breaks, context.extra), _applied(breaks, context.call)
-        )
-        frame = template.plain_frame(role, broken)
+        frame = template.plain_frame(role, _broken(breaks, context), breaks.apply(name or ""))
         encode = self._firewall.encode_literal
         return encode(frame.pre, breaks)[0], encode(frame.post, breaks)[0], frame.trim
 
@@ -478,10 +473,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _applied(breaks: Break, extra: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if extra is None:
+def _broken(breaks: Break, context: TurnContext | None) -> TurnContext | None:
+    """Return the context with the tokens broken that its calls spell."""
+    if context is None:
         return None
-    return {field: breaks.apply_deep(value) for field, value in extra.items()}
+    extra, call = (
+        None if fields is None else {f: breaks.apply_deep(v) for f, v in fields.items()}
+        for fields in (context.extra, context.call)
+    )
+    return TurnContext(context.role, extra, call)
 
 
 def _common_start(ids: Sequence[int], framing: Sequence[int]) -> int:
@@ -501,4 +501,4 @@ def _frozen(ids: Sequence[int]) -> Ids:
     return array
 
 
-__all__ = ["EncodedTurn", "TemplateUnsafe", "TokenCodec", "TurnContext"]
+__all__ = ["EncodedTurn", "TokenCodec", "TurnContext"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kalos_ctx._cpu_ops import check_vectors
+from kalos_ctx._vectors import check_vectors
 from kalos_ctx.errors import DimensionMismatch
 
 DIM_MAX = 4096

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from kalos_ctx.errors import InvalidArgument, InvalidType, TemplateUnsafe
 from kalos_ctx.firewall import AddedTokens
-from kalos_ctx.template import ChatTemplate, TurnContext, assistant, calling, user
+from kalos_ctx.template import CALLED, ChatTemplate, TurnContext, assistant, calling, user
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -240,14 +240,14 @@ def _framings(template: ChatTemplate) -> Iterator[str]:
     yield template.template_head
     for role, before in (("user", "assistant"), ("system", "user"), ("tool", "assistant")):
         try:
-            frame = template.plain_frame(role, TurnContext(before))
+            frame = template.plain_frame(role, TurnContext(before, CALLED))
         except TemplateUnsafe:
             continue  # there is no such framing
         yield from (frame.pre, frame.post)
     if template.head_problem is None:
         yield template.head_text([{"role": "system", "content": "x"}])
     if template.tool_problem is None:
-        again = template.plain_frame("tool", TurnContext("tool"))
+        again = template.plain_frame("tool", TurnContext("tool", None, CALLED))
         yield from (again.pre, again.post)
 
 

@@ -11,6 +11,7 @@ from helpers.chat_data import (
     SPECIAL,
     TEMPLATES,
     as_messages,
+    byte_tokenizer,
     codec_of,
     encode_all,
     template_text,
@@ -274,12 +275,14 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_template_that_cannot_hold_is_refused_with_the_reason(case):
     text, reason = REFUSED[case]
+    merges = case == "no edge between turns"
+    tokenizer = tokenizer_of("qwen3") if merges else byte_tokenizer("<|im_start|>", "<|im_end|>")
     with pytest.raises(TemplateUnsafe, match=reason):
-        TokenCodec.load(tokenizer_of("qwen3"), text)
+        TokenCodec.load(tokenizer, text)
 
 
 def test_the_synthetic_frame_itself_is_accepted():
-    assert TokenCodec.load(tokenizer_of("qwen3"), CHATML + END).has_template
+    assert TokenCodec.load(byte_tokenizer("<|im_start|>", "<|im_end|>"), CHATML + END).has_template
 
 
 def test_system_text_in_the_first_user_turn_refuses_head_texts_only():
@@ -289,8 +292,8 @@ def test_system_text_in_the_first_user_turn_refuses_head_texts_only():
         "{% for m in rest %}{{ '<|im_start|>' + m.role + '\\n' + (s if loop.first else '') }}"
         "{{ m.content + '<|im_end|>\\n' }}" + END
     )
-    codec = TokenCodec.load(tokenizer_of("qwen3"), text)
-    assert codec.encode_turn("user", "Hi").prefix_len == 3
+    codec = TokenCodec.load(byte_tokenizer("<|im_start|>", "<|im_end|>"), text)
+    assert codec.encode_turn("user", "Hi").prefix_len == 6
     with pytest.raises(TemplateUnsafe, match="first user turn"):
         codec.head([("prompt", "system", "Obey.")])
     assert codec.head([]) == []

@@ -547,6 +547,13 @@ def test_context_may_be_a_role_or_a_record():
     call = {"tool_calls": [{"id": "c", "function": {"name": "get_menu", "arguments": {}}}]}
     direct = codec.encode_turn("tool", "42", TurnContext("assistant", call))
     behind = codec.encode_turn("tool", "42", TurnContext("tool", None, call))
+    named = codec.encode_turn("tool", "42", "assistant", extra={"name": "get_menu"})
+    assert named.ids.tolist() == direct.ids.tolist()
+    ids = codec.encode_text("42")
+    framed = codec.frame_ids("tool", ids, "assistant", extra={"name": "get_menu"})
+    assert framed.ids.tolist()[: framed.prefix_len] == direct.ids.tolist()[: direct.prefix_len]
+    with pytest.raises(TemplateUnsafe, match="name"):
+        codec.encode_turn("tool", "42", "assistant")
     assert "functions.get_menu to=assistant" in codec.decode(direct.ids)
     assert behind.ids.tolist() == direct.ids.tolist()
 

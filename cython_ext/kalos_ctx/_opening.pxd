@@ -31,6 +31,7 @@ cdef class WritableStore(StoreReader):
     cdef int begin(self) except -1
     cdef int commit(self) except -1
     cdef int finish(self) except -1
+    cdef uint64_t log_bytes(self) noexcept
     cdef object put_back(self, SegmentSet files, uint32_t segment, uint64_t off, bytes data)
     cdef int scrub(self, uint64_t lsn) except -1
     cdef int scrub_entry(self, const kalos_entry* e) except -1

@@ -420,7 +420,7 @@ cdef class WritableStore(StoreReader):
             raise StoreIOError(e.errno, f"{e.strerror}; the store takes no more writes") from None
         self.synced = target
 
-    def log_bytes(self):
+    cdef uint64_t log_bytes(self) noexcept:
         """Bytes written to the log so far, for spacing checkpoints."""
         return (KALOS_POSITION_SEGMENT(self.log.end) * self.control.head.segment_bytes
                 + KALOS_POSITION_OFFSET(self.log.end))

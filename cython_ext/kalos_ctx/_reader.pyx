@@ -339,6 +339,10 @@ cdef class StoreReader:
 
     # ---- What SessionStore asks ---------------------------------------------------------------------
 
+    def check_open(self):
+        """Raise StoreClosed after `close`; a reader follows the writer to another generation."""
+        self.enter()
+
     def slot_state(self, uint32_t kind, bytes tenant, bytes name):
         """What the store knows of a slot, as a dict; None for an unknown one."""
         cdef kalos_image image
@@ -453,6 +457,27 @@ cdef class StoreReader:
             lsns[i] = entry.lsn
             flags[i] = entry.flags
         return 0
+
+    def units(self, bytes tenant, bytes name):
+        """(first turn of the unit it closed, whether it is an orphan) of each turn of a session."""
+        cdef kalos_image image
+        cdef EntryTable table
+        cdef const kalos_entry* entry
+        cdef uint32_t seq
+        cdef list out = []
+        self.enter()
+        slot_off = self.find(KALOS_SLOT_SESSION, tenant, name, &image)
+        if slot_off == 0:
+            return out
+        self.index.open_table(slot_off, &table)
+        try:
+            for seq in range(table.image.num_entries):
+                entry = table_entry(&table, seq)
+                self.index.check_entry(entry, seq)
+                out.append((entry.unit_first, bool(entry.flags & KALOS_ENTRY_ORPHAN)))
+        finally:
+            table_clear(&table)
+        return out
 
     def passage_at(self, uint64_t slot_off, uint32_t seq):
         """The passage in a place of its collection."""

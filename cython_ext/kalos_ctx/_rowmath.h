@@ -1,5 +1,5 @@
 // Vectors as they enter: exact half conversion, the norm, the factor of a stored row, the prepared
-// query. Plain C and C++, no Python, no allocation; docs/score.md words the definitions. Everything
+// query. Plain C and C++, no Python, no allocation; DESIGN.md ("The score, defined") words the definitions. Everything
 // here runs once a row or once a query, so it is written to be the same on every machine before it
 // is written to be fast.
 #ifndef KALOS_ROWMATH_H
@@ -168,6 +168,13 @@ static int64_t kalos_check_rows(const float* rows, uint64_t num_rows, uint64_t d
   }
   kalos_fp_leave(old);
   return bad;
+}
+
+// The factor of a row as it is stored. Call between kalos_fp_enter and kalos_fp_leave.
+static float kalos_stored_factor(const void* row, uint64_t dim, int half, float* scratch) {
+  if (!half) return kalos_factor_of(kalos_sum_of_squares((const float*)row, dim));
+  for (uint64_t d = 0; d < dim; ++d) scratch[d] = kalos_half_to_float(((const uint16_t*)row)[d]);
+  return kalos_factor_of(kalos_sum_of_squares(scratch, dim));
 }
 
 // False where the norm is zero.

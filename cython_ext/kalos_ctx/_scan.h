@@ -86,7 +86,7 @@ static void kalos_tile_locate(kalos_tile* tile, const kalos_rows* rows, int metr
       end = base + rows->rows_per_segment;
     }
     tile->pointers[i] = (const char*)rows->segments[segment] + (row - base) * rows->stride_nbytes;
-    if (metric == KALOS_METRIC_COSINE) 
+    if (metric == KALOS_METRIC_COSINE)
       tile->factors[i] = *(const float*)((const char*)rows->factors[segment] +
                                          (row - base) * rows->factor_stride_nbytes);
   }

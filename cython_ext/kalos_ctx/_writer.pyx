@@ -44,20 +44,17 @@ cdef class StoreWriter(WritableStore):
         cdef kalos_change c
         cdef Parts p
         cdef kalos_roots roots = self.index.roots
-        cdef bint moved = False
-        self.begin()
         while (self.index.cursor.session_keys + slots) * 10 > (<uint64_t>6 << roots.slot_log2):
             roots.slot_log2 += 1
-            moved = True
-        if roots.slot_log2 != self.index.roots.slot_log2:
-            roots.slot_table = self.batch.alloc_arena(sizeof(kalos_bucket) << roots.slot_log2)
         while (self.index.cursor.idempotency_keys + keys) * 10 > (<uint64_t>6 << roots.key_log2):
             roots.key_log2 += 1
-            moved = True
+        if roots.slot_log2 == self.index.roots.slot_log2 and roots.key_log2 == self.index.roots.key_log2:
+            return 0
+        self.begin()
+        if roots.slot_log2 != self.index.roots.slot_log2:
+            roots.slot_table = self.batch.alloc_arena(sizeof(kalos_bucket) << roots.slot_log2)
         if roots.key_log2 != self.index.roots.key_log2:
             roots.key_table = self.batch.alloc_arena(sizeof(kalos_bucket) << roots.key_log2)
-        if not moved:
-            return 0
         memset(&c, 0, sizeof(c))
         memset(&p, 0, sizeof(p))
         p.roots = &roots
@@ -362,6 +359,19 @@ cdef class StoreWriter(WritableStore):
         self.finish()
         return seqs
 
+    def has_key(self, bytes tenant, bytes name, bytes key):
+        """Whether a turn of the session has an idempotency key."""
+        cdef kalos_image image
+        cdef kalos_sections found
+        cdef uint32_t bucket
+        cdef uint64_t slot_off
+        with self.mutex:
+            self.enter()
+            slot_off = self.find(KALOS_SLOT_SESSION, tenant, name, &image)
+            return slot_off != 0 and self.index.find_key(
+                self.log, self.index.key_hash(slot_off, c"k", key), slot_off, c"k", key, &found,
+                &bucket) != 0
+
     cdef long seq_of_key(self, Stage* s, Draft d) except -2:
         """seq of the turn that has the draft's key, -1 for none; another payload raises."""
         cdef kalos_sections found
@@ -402,6 +412,9 @@ cdef class StoreWriter(WritableStore):
                 gone = s.image.num_entries - to
                 self.change_of(&s, &c)
                 memset(&p, 0, sizeof(p))
+                shared = self.shared_lsns(&s, to)
+                c.table_len = <uint32_t>len(shared)
+                p.table = shared
                 self.keep_entries(&s, to, &c, &p)
                 s.image.epoch += 1
                 c.image = s.image
@@ -413,6 +426,18 @@ cdef class StoreWriter(WritableStore):
                 self.close_stage(&s)
         self.finish()
         return gone
+
+    cdef bytes shared_lsns(self, Stage* s, uint32_t to):
+        """Positions of the shared entries from `to` on, for the record of a rollback.
+
+        They lie in no record of this slot, and once the rollback is done no entry of it names them; its
+        erasure has to know them all the same where it comes after the parent's.
+        """
+        cdef uint32_t seq
+        if not s.image.flags & KALOS_IMAGE_FORKED:
+            return b""
+        lsns = [self.entry_at(s, seq).lsn for seq in range(to, min(s.image.shared_below, s.base))]
+        return struct.pack(f"<{len(lsns)}Q", *lsns)
 
     cdef int keep_entries(self, Stage* s, uint32_t to, kalos_change* c, Parts* p) except -1:
         """Cut the stage's entries to those below `to`; what is shared is never written over again."""
@@ -637,6 +662,12 @@ cdef class StoreWriter(WritableStore):
             self.control.write_state(True)
             self.set_vector_layout()
 
+    def forget_vector_dim(self):
+        """Leave the dimension open again where the first vector's call was refused."""
+        with self.mutex:
+            if self.index.cursor.vector_rows == 0:
+                self.set_vector_dim(0)
+
     def set_fingerprint(self, bytes fingerprint, uint32_t vocab_size):
         """Bind a store that has none to a tokenizer and template."""
         with self.mutex:
@@ -790,6 +821,8 @@ cdef class StoreWriter(WritableStore):
         while lsn:
             lsns.add(lsn)
             self.log.sections(lsn, &found)
+            if self.log.record(lsn).kind == KALOS_KIND_ROLLBACK and found.table != NULL:
+                lsns.update(at for at, in struct.iter_unpack("<Q", found.table[:found.change.table_len]))
             lsn = found.change.prev_lsn
         if s.image.flags & KALOS_IMAGE_FORKED:
             lsns -= self.held_by_family(s.image.family, s.image.slot_id)

@@ -1,0 +1,345 @@
+"""Recall over a store's mapped rows on the CPU: scopes, prepared queries, and the scan.
+
+A scope is a snapshot: rows added while it is scanned are not seen. Rows deleted meanwhile never
+come back as hits: an entry is marked before its row is touched, each hit's entry is read after the
+scan, and where one is marked the scan is done again without it.
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+
+import threading
+
+import numpy as np
+
+from kalos_ctx._cpu_ops cimport (
+    KALOS_LEVEL_AUTO, KALOS_MAX_QUERIES, KALOS_PADDED_DIM, KALOS_QUERY_ZERO, c_lower_bound,
+    c_prepare_query, c_topk, kalos_hit, kalos_row_run, kalos_scan,
+)
+from kalos_ctx._index cimport EntryTable, Index, table_clear, table_entry
+from kalos_ctx._layout cimport (
+    KALOS_ENTRY_DEAD, KALOS_IMAGE_DEAD, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, kalos_entry,
+    kalos_image,
+)
+from kalos_ctx._reader cimport StoreReader
+from kalos_ctx._vectors cimport FACTOR_STRIDE, EntryRows, RowFiles, RowMap, Runs, floats_of
+
+from kalos_ctx._vectors import ids_ascend, merged_runs
+from kalos_ctx.errors import DimensionMismatch, InvalidArgument, NonFiniteVector
+
+cdef size_t SCOPES_KEPT = 1024  # merged scopes of several collections
+
+
+cdef class Scope:
+    """What one recall may return: rows of some slots, in one generation of the store.
+
+    Attributes
+    ----------
+    names : tuple of bytes
+        Collections that were found, in the order of the call; empty for a session.
+    parts : tuple of Runs
+        The rows of each.
+    runs : Runs
+        All of them.
+    turns : bool
+    expiries : dict of int to float
+        A session's seqs with a time to live, and when they expire.
+    """
+
+    cdef RowMap rows
+    cdef readonly tuple names
+    cdef readonly tuple parts
+    cdef readonly Runs runs
+    cdef readonly bint turns
+    cdef readonly dict expiries
+
+    @property
+    def slots(self):
+        """Slot offsets of the parts."""
+        return self.runs.slots
+
+
+def lower_bound(min_score):
+    """Give the least float32 score that a bound lets pass; -inf for None.
+
+    Raises
+    ------
+    InvalidArgument, InvalidType
+    """
+    return c_lower_bound(min_score)
+
+
+cdef class StoreScan:
+    """Scans of one store.
+
+    Parameters
+    ----------
+    reader : StoreReader
+        Or the writer.
+    """
+
+    cdef StoreReader reader
+    cdef RowFiles files
+    cdef object lock            # guards `files` and `merged`; not held during scans
+    cdef dict merged            # slots -> (parts, Runs)
+    cdef int metric
+
+    def __init__(self, StoreReader reader not None):
+        self.reader = reader
+        self.files = RowFiles(reader)
+        self.lock = threading.Lock()
+        self.merged = {}
+        self.metric = <int>reader.control.head.metric
+
+    def prepare(self, query):
+        """Check queries and bring them into the form that scans take.
+
+        Parameters
+        ----------
+        query : array-like of shape (D,) or (B, D)
+
+        Returns
+        -------
+        prepared : float32 array of shape (B, ceil(D / 32) * 32)
+        zero : list of int
+            Queries that recall nothing, being zero under cosine.
+
+        Raises
+        ------
+        DimensionMismatch, NonFiniteVector, InvalidArgument, InvalidType
+        """
+        cdef uint64_t i, dim
+        cdef int64_t status
+        cdef const float[:, ::1] values
+        cdef float[:, ::1] out
+        ndim = np.ndim(query)
+        if ndim != 1 and ndim != 2:
+            raise InvalidArgument(f"query must have 1 or 2 axes (got {ndim})")
+        rows = floats_of("query", query, ndim)
+        values = rows if ndim == 2 else rows[None]
+        dim = values.shape[1]
+        self.reader.enter()
+        known = self.reader.control.state.vector_dim
+        if dim == 0 or (known and dim != known):
+            raise DimensionMismatch(
+                f"query must have {known or 'at least 1'} dimensions (got {dim})")
+        prepared = np.empty((values.shape[0], KALOS_PADDED_DIM(dim)), np.float32)
+        out = prepared
+        zero = []
+        for i in range(<uint64_t>values.shape[0]):
+            status = c_prepare_query(&values[i, 0], dim, self.metric, &out[i, 0])
+            if status == KALOS_QUERY_ZERO:
+                zero.append(i)
+            elif status >= 0:
+                where = f"index {status}" if ndim == 1 else f"row {i}, column {status}"
+                raise NonFiniteVector(f"query must be finite ({where} is not)")
+        return prepared, zero
+
+    def collections(self, bytes tenant not None, tuple names not None):
+        """The scope of a tenant's collections; those that do not exist have no rows.
+
+        Returns
+        -------
+        Scope
+        """
+        cdef Scope scope = Scope.__new__(Scope)
+        cdef kalos_image image
+        cdef uint64_t slot_off
+        cdef uint32_t bucket
+        cdef Index index
+        with self.lock:
+            self.reader.enter()
+            index = self.reader.index
+            found, parts = [], []
+            for name in names:
+                slot_off = index.find_slot(
+                    self.reader.log, KALOS_SLOT_COLLECTION, tenant, name, &image, &bucket)
+                if slot_off:
+                    found.append(name)
+                    parts.append(self.files.rows_of(slot_off, False).runs)
+            scope.names, scope.parts = tuple(found), tuple(parts)
+            scope.runs = self.together(scope.parts)
+            scope.rows = self.files.at_least(0)
+        return scope
+
+    cdef Runs together(self, tuple parts):
+        """One Runs for all parts, remembered while they stay as they are."""
+        if len(parts) == 1:
+            runs = parts[0]
+            if runs.ids is None and not ids_ascend(runs):
+                runs = self.with_ids(runs)
+            return runs
+        slots = tuple([(<Runs>part).slots[0] for part in parts])
+        known = self.merged.get(slots)
+        if known is not None and all([a is b for a, b in zip(known[0], parts)]):
+            return known[1]
+        runs = merged_runs(list(parts))
+        if not ids_ascend(runs):
+            runs = self.with_ids(runs)
+        if <size_t>len(self.merged) >= SCOPES_KEPT:
+            self.merged.clear()
+        self.merged[slots] = (parts, runs)
+        return runs
+
+    cdef Runs with_ids(self, Runs runs):
+        """The same runs with the ID of each row, for stores whose rows are not in order of IDs."""
+        cdef EntryTable table
+        cdef const kalos_entry* entry
+        cdef uint64_t[::1] ids
+        cdef uint32_t seq, owner
+        stop = int((runs.spans[:, 0] + runs.spans[:, 1]).max())
+        by_row = np.zeros(stop, np.uint64)
+        ids = by_row
+        for owner in range(<uint32_t>len(runs.slots)):
+            self.reader.index.open_table(runs.slots[owner], &table)
+            try:
+                for seq in range(table.image.num_entries):
+                    entry = table_entry(&table, seq)
+                    if entry.vector_row and entry.vector_row <= <uint64_t>stop:
+                        ids[entry.vector_row - 1] = entry.sum
+            finally:
+                table_clear(&table)
+        return Runs(runs.slots, runs.spans, runs.seqs, runs.owners, runs.edges, by_row)
+
+    def session(self, bytes tenant not None, bytes name not None):
+        """The scope of a session's own turns that have vectors; None for an unknown session."""
+        cdef Scope scope = Scope.__new__(Scope)
+        cdef kalos_image image
+        cdef uint64_t slot_off
+        cdef uint32_t bucket
+        cdef EntryRows rows
+        with self.lock:
+            self.reader.enter()
+            slot_off = self.reader.index.find_slot(
+                self.reader.log, KALOS_SLOT_SESSION, tenant, name, &image, &bucket)
+            if slot_off == 0:
+                return None
+            rows = self.files.rows_of(slot_off, True)
+            scope.names, scope.turns = (), True
+            scope.parts, scope.runs = (rows.runs,), rows.runs
+            scope.expiries = rows.expiries
+            scope.rows = self.files.at_least(0)
+        return scope
+
+    def best(self, Scope scope not None, Runs runs not None, prepared not None, list zero not None,
+             uint32_t k, float min_score):
+        """The best rows of `runs`, which are the scope's or a part of them.
+
+        Returns
+        -------
+        list of list of (score, id, slot_off, seq, owner), best first, one list a query
+            Or None where a slot of the scope was erased meanwhile: build the scope again.
+        """
+        cdef list gone
+        live = [i for i in range(prepared.shape[0]) if i not in zero] if zero else None
+        while True:
+            gone = []
+            out = [[] for _ in range(prepared.shape[0])]
+            if runs.num_rows and k:
+                for at in range(0, prepared.shape[0] if live is None else len(live),
+                                KALOS_MAX_QUERIES):
+                    if live is None:
+                        some = prepared[at : at + KALOS_MAX_QUERIES]
+                        places = range(at, at + some.shape[0])
+                    else:
+                        places = live[at : at + KALOS_MAX_QUERIES]
+                        some = prepared[places]
+                    for place, hits in zip(places, self.scan(
+                            scope, runs, some, k, min_score, gone)):
+                        out[place] = hits
+            if not self.still_there(scope):
+                return None
+            if not gone:
+                return out
+            runs = runs.without(set(gone))
+
+    cdef list scan(self, Scope scope, Runs runs, object queries, uint32_t k, float min_score,
+                   list gone):
+        """Hits of up to KALOS_MAX_QUERIES queries; rows that were deleted meanwhile go to `gone`."""
+        cdef kalos_scan scan
+        cdef RowMap rows = scope.rows
+        cdef const float[:, ::1] values = queries
+        cdef const uint64_t[::1] ids
+        cdef uint32_t counts[KALOS_MAX_QUERIES]
+        cdef kalos_hit* hits
+        cdef int status
+        cdef uint32_t q
+        scan.rows.segments = rows.segments
+        scan.rows.factors = rows.factors
+        scan.rows.rows_per_segment = rows.rows_per_segment
+        scan.rows.stride_nbytes = rows.stride_nbytes
+        scan.rows.factor_stride_nbytes = FACTOR_STRIDE
+        scan.rows.dim = rows.dim
+        scan.rows.half = rows.half
+        scan.extents = <const kalos_row_run*>&runs.c_spans[0, 0]
+        scan.num_extents = runs.c_spans.shape[0]
+        scan.tombstones = rows.dead
+        scan.allowed = NULL
+        scan.ids = NULL
+        if runs.ids is not None:
+            ids = runs.ids
+            scan.ids = &ids[0]
+        scan.queries = &values[0, 0]
+        scan.num_queries = <uint32_t>values.shape[0]
+        scan.k = <uint32_t>min(<uint64_t>k, runs.num_rows)
+        scan.metric = self.metric
+        scan.min_score = min_score
+        scan.threads = 0
+        scan.level = KALOS_LEVEL_AUTO
+        hits = <kalos_hit*>malloc(scan.num_queries * scan.k * sizeof(kalos_hit))
+        if hits == NULL:
+            raise MemoryError()
+        try:
+            with nogil:
+                status = c_topk(&scan, hits, counts)
+            if status != 0:
+                raise MemoryError("recall found no memory for its lists")
+            return [self.named(scope, runs, hits + <uint64_t>q * scan.k, counts[q], gone)
+                    for q in range(scan.num_queries)]
+        finally:
+            free(hits)
+
+    cdef list named(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count, list gone):
+        """The entries of hits, read and checked."""
+        cdef EntryTable table
+        cdef const kalos_entry* entry
+        cdef kalos_entry copy
+        cdef Index index = scope.rows.index
+        cdef uint32_t i, owner = 0, seq = 0
+        cdef int64_t opened = -1
+        out = []
+        try:
+            for i in range(count):
+                if not runs.locate(hits[i].row, &owner, &seq):
+                    raise AssertionError("a scan left its scope")
+                if opened != owner:
+                    if opened >= 0:
+                        table_clear(&table)
+                    opened = -1
+                    index.open_table(runs.slots[owner], &table)
+                    opened = owner
+                entry = table_entry(&table, seq)
+                if entry == NULL or entry.vector_row != hits[i].row + 1 \
+                        or entry.flags & KALOS_ENTRY_DEAD or scope.rows.is_dead(hits[i].row):
+                    gone.append(hits[i].row)
+                    continue
+                copy = entry[0]
+                index.check_entry(&copy, seq)
+                out.append((hits[i].score, seq if scope.turns else copy.sum, table.slot_off, seq,
+                            owner))
+        finally:
+            if opened >= 0:
+                table_clear(&table)
+        return out
+
+    cdef bint still_there(self, Scope scope) except -1:
+        """Whether no slot of the scope was erased and the store did not move meanwhile."""
+        cdef kalos_image image
+        self.reader.enter()
+        if self.reader.index is not scope.rows.index:
+            return False
+        for slot_off in scope.runs.slots:
+            self.reader.index.read_image(slot_off, &image)
+            if image.flags & KALOS_IMAGE_DEAD:
+                return False
+        return True

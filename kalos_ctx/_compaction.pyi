@@ -1,0 +1,3 @@
+from kalos_ctx._writer import StoreWriter
+
+def compact(writer: StoreWriter, now: float) -> None: ...
