@@ -117,7 +117,7 @@ def _reads(place: Path) -> list[dict[str, Any]]:
     with SessionStore.open(path, "r") as store:
         read = _latency(
             "read a turn of 1 KiB",
-            lambda i: store.turns("appended", i, i + 1)[0].token_ids,
+            lambda i: store.turns("appended", i % NUM_APPENDS, i % NUM_APPENDS + 1)[0].token_ids,
         )
     return [read, _latency("open for reading", reopen, 100)]
 

@@ -52,7 +52,7 @@ class _Source:
     def read(self, size: int = CHUNK_NBYTES) -> bytes:
         """Read raw bytes (called by gzip too)."""
         if self._ahead:
-            data, self._ahead = self._ahead, b""
+            data, self._ahead = self._ahead[:size], self._ahead[size:]
         else:
             data = self._raw.read(size)
         self._done += len(data)

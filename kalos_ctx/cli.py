@@ -37,6 +37,7 @@ Template = Annotated[
 
 def main() -> None:
     """Run the command line; ends the process."""
+    terminal.prepare_streams()
     app(prog_name="kalos")
 
 
@@ -276,6 +277,7 @@ def verify_command(store: StorePath, as_json: AsJson = False) -> None:
 @guarded
 def compact_command(store: StorePath, as_json: AsJson = False) -> None:
     """Write the living data into new files and drop the old ones."""
+    open_store(store).close()  # a writer would make a store where there is none
     with open_store(store, "a") as target:
         sizes = target.compact()
     if as_json:
@@ -360,7 +362,7 @@ def window_command(
         ) as window,
     ):
         if as_json:
-            terminal.print_json(window_document(window, source.codec))
+            terminal.print_json(window_document(window))
         elif text and source.codec is not None:
             terminal.say(terminal.readable(source.codec.decode(window.token_ids)))
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ TURN_FIELDS = frozenset(
     {"role", "from", "content", "value", "token_ids", "group", "created_at", "metadata"}
 )
 TOOLS_SEGMENT = "tools"
+TURN_PLACE = re.compile(r"\Aturns\[(\d+)\]")
 # The store itself has failed: no later line can fare better.
 HOPELESS = (StoreFull, StoreIOError, StoreLocked, StoreReadOnly)
 
@@ -81,6 +83,11 @@ class Conversation:
     session: bytes
     turns: list[dict[str, Any]]
     tools: str | None
+    places: list[str]
+
+    def place(self, found: re.Match[str], first: int) -> str:
+        """Return where in the file a turn stands that the store names by its place in a call."""
+        return self.places[first + int(found[1])]
 
 
 def import_file(
@@ -160,7 +167,14 @@ class _Taker:
         have = store.count(chat.session, tenant=tenant)
         if have:
             self._check_same(chat, have)
-        added = store.extend(chat.session, chat.turns[have:], tenant=tenant)
+        try:
+            added = store.extend(chat.session, chat.turns[have:], tenant=tenant)
+        except HOPELESS:
+            raise
+        except KalosError as error:
+            raise Refused(
+                TURN_PLACE.sub(lambda found: chat.place(found, have), str(error))
+            ) from None
         # Behind the turns: an import that was cut short between the two is completed by the next.
         tools_new = chat.tools is not None and self._pin_tools(chat.session, chat.tools)
         self._report.turns += len(added)
@@ -252,10 +266,15 @@ def conversation(record: Any, unnamed: str, *, trust_token_ids: bool = False) ->
     system = record.get("system")
     if system is not None and not isinstance(system, str):
         raise Refused(f"'system' must be a string (got {_kind(system)})")
-    turns = [_turn(f"{found[0]}[{i}]", m, trust_token_ids) for i, m in enumerate(messages)]
+    places = [f"{found[0]}[{i}]" for i in range(len(messages))]
     if system:
-        turns.insert(0, _turn("system", {"role": "system", "content": system}, False))
-    return Conversation(_session(record.get("id"), unnamed), turns, _tools(record.get("tools")))
+        places.insert(0, "system")
+        messages = [{"role": "system", "content": system}, *messages]
+    turns = [
+        _turn(place, one, trust_token_ids) for place, one in zip(places, messages, strict=True)
+    ]
+    session = _session(record.get("id"), unnamed)
+    return Conversation(session, turns, _tools(record.get("tools")), places)
 
 
 def _session(given: Any, unnamed: str) -> bytes:

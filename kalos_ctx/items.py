@@ -102,10 +102,10 @@ def unpack(table: bytes) -> Iterator[Item]:
         if size < ITEM.size or at + size > len(table) or ids_at + num_tokens * 4 > at + size:
             raise StoreCorrupt("an item does not fit its table")
         yield Item(
-            name=table[body : body + name_len].decode(),
+            name=_text(table[body : body + name_len]),
             role=role,
             ids=np.frombuffer(table, "<i4", num_tokens, ids_at),
-            text=table[body + name_len : ids_at].decode() if flags & HAS_TEXT else None,
+            text=_text(table[body + name_len : ids_at]) if flags & HAS_TEXT else None,
             placement=placement,
             volatile=bool(flags & VOLATILE),
             start=start,
@@ -118,6 +118,13 @@ def unpack(table: bytes) -> Iterator[Item]:
             token_crc=crc,
         )
         at += size
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise StoreCorrupt("an item's name or text is no UTF-8") from None
 
 
 def pack(items: list[Item]) -> bytes:

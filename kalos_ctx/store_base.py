@@ -25,7 +25,7 @@ from kalos_ctx.errors import (
     StoreReadOnly,
 )
 from kalos_ctx.store_path import checked_path, open_reader
-from kalos_ctx.vector_rows import DIM_MAX, VectorRows
+from kalos_ctx.vector_rows import DIM_MAX, ROWS_AT_ONCE, VectorRows, row_stride
 
 if TYPE_CHECKING:
     from kalos_ctx.tokens import TokenCodec
@@ -124,6 +124,7 @@ class StoreBase:
             "vector_dim": _optional(vector_dim, "vector_dim", DIM_MAX),
             "vocab_size": _optional(vocab_size, "vocab_size", 2**31),
         }
+        _check_dimension(asked["vector_dim"], DTYPES[asked["vector_dtype"]], asked["segment_bytes"])
         folder = checked_path(path, mode)
         codec = _load_codec(tokenizer, template)
         if codec is not None and vocab_size is not None and vocab_size < codec.vocab_size:
@@ -163,6 +164,7 @@ class StoreBase:
                 raise DimensionMismatch(
                     f"vector_dim is {have['vector_dim']} in this store (got {asked['vector_dim']})"
                 )
+            _check_dimension(asked["vector_dim"], self._vector_dtype, have["segment_bytes"])
             self._writer().set_vector_dim(asked["vector_dim"])
         fingerprint = NO_FINGERPRINT if self.codec is None else self.codec.fingerprint
         self._bound = have["fingerprint"] != NO_FINGERPRINT
@@ -227,9 +229,12 @@ class StoreBase:
         if len(dims) > 1:
             raise DimensionMismatch("vectors must all have one length")
         core = self._writer()
-        first = bool(dims) and core.control.config["vector_dim"] is None
+        config = core.control.config
+        first = bool(dims) and config["vector_dim"] is None
         if first:
-            core.set_vector_dim(dims.pop())
+            dim = dims.pop()
+            _check_dimension(dim, self._vector_dtype, config["segment_bytes"])
+            core.set_vector_dim(dim)
         try:
             yield
         except BaseException:
@@ -247,6 +252,16 @@ class StoreBase:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _check_dimension(dim: int, dtype: str, segment_bytes: int) -> None:
+    """Refuse a dimension whose rows are too long for the store's segments."""
+    stride = row_stride(dim, dtype)
+    if ROWS_AT_ONCE * stride > segment_bytes:
+        raise DimensionMismatch(
+            f"segment_bytes must be at least {ROWS_AT_ONCE * stride} for vectors of {dim} "
+            f"dimensions (got {segment_bytes})"
+        )
 
 
 def _segment_bytes(value: Any) -> int:

@@ -7,6 +7,7 @@ recolour the screen or reorder the line. Nothing of them reaches the terminal un
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -197,16 +198,31 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             sys.stdout.flush()
             return result
         except BrokenPipeError:
-            # Whoever read the output has left. The interpreter would complain at its last flush.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_unwritten()
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
         except KeyboardInterrupt:
             note("kalos: interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except (errors.KalosError, CommandFailed, OSError) as error:
+            _drop_unwritten()
             fail(error)
 
     return run
+
+
+def _drop_unwritten() -> None:
+    """Forget output that cannot be written; the interpreter would complain at its last flush."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def prepare_streams() -> None:
+    """Let characters that the terminal's encoding lacks appear escaped instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def print_json(value: Any) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kalos_ctx.errors import InvalidArgument, InvalidType, TemplateUnsafe
+from kalos_ctx.errors import InvalidArgument, InvalidType
 from kalos_ctx.firewall import ASSISTANT, AddedTokens, Break, Firewall, Ids
 from kalos_ctx.heads import HeadBuilder, Segment, checked_schemas, checked_segment
 from kalos_ctx.proof import prove, stands_inside

@@ -11,6 +11,13 @@ from kalos_ctx.errors import DimensionMismatch
 
 DIM_MAX = 4096
 ROW_ALIGN = 16
+# Segments hold a multiple of it, so that a word of deletion bits never spans two.
+ROWS_AT_ONCE = 64
+
+
+def row_stride(dim: int, dtype: str) -> int:
+    """Return the bytes from one stored row to the next."""
+    return -(-dim * np.dtype(dtype).itemsize // ROW_ALIGN) * ROW_ALIGN
 
 
 class VectorRows:
@@ -52,7 +59,7 @@ class VectorRows:
         stored = np.ascontiguousarray(checked.stored)
         n, self.dim = stored.shape
         self.nbytes = self.dim * stored.itemsize
-        self.padded = np.zeros((n, -(-self.nbytes // ROW_ALIGN) * ROW_ALIGN), np.uint8)
+        self.padded = np.zeros((n, row_stride(self.dim, dtype)), np.uint8)
         self.padded[:, : self.nbytes] = stored.view(np.uint8).reshape(n, self.nbytes)
         self.factors = checked.factors
         self.zero = checked.zero

@@ -2,86 +2,78 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kalos_ctx import terminal
 
 if TYPE_CHECKING:
+    from kalos_ctx._assembler import ContextWindow
+    from kalos_ctx.reports import Segment
     from kalos_ctx.store import SessionStore
+    from kalos_ctx.types import Hits
 
 PREVIEW = 60
 
 
-def window_document(window: Any, codec: Any = None) -> dict[str, Any]:
-    """Return a window with its report as plain JSON values.
-
-    Parameters
-    ----------
-    window : ContextWindow
-    codec : TokenCodec, optional
-        Where given, `text` is the decoded window.
-    """
+def window_document(window: ContextWindow) -> dict[str, Any]:
+    """Return a window with its report as plain JSON values."""
     report = window.report
-    document = {
+    return {
         "session": terminal.name_text(window.session),
         "device": str(window.device),
         "num_tokens": len(window),
         "token_ids": window.token_ids.tolist(),
-        "segments": [_fields(one, SEGMENT_FIELDS) for one in report.segments],
-        "kept": [_fields(one, KEPT_FIELDS) for one in report.kept],
-        "dropped": [_fields(one, DROPPED_FIELDS) for one in report.dropped],
+        "segments": [one._asdict() for one in report.segments],
+        "by_segment": report.by_segment,
+        "kept": [one._asdict() for one in report.kept],
+        "dropped": [one._asdict() for one in report.dropped],
         "hits": hits_document(report.hits),
-        "reused_tokens": int(report.reused_tokens),
+        "reused_tokens": report.reused_tokens,
         "reused_until": report.reused_until,
-        "timings": {name: float(value) for name, value in report.timings.items()},
+        "low_water": report.low_water,
+        "timings": report.timings,
         "path": report.path,
+        "degraded": report.degraded,
     }
-    if codec is not None:
-        document["text"] = codec.decode(window.token_ids)
-    return document
 
 
-SEGMENT_FIELDS = ("kind", "name", "seq", "id", "start", "stop")
-KEPT_FIELDS = ("seq", "id", "why")
-DROPPED_FIELDS = ("seq", "id", "why")
-
-
-def _fields(one: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named attributes that are there and not None."""
-    found = {name: getattr(one, name, None) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def hits_document(hits: Any) -> list[dict[str, Any]]:
+def hits_document(hits: Hits) -> list[dict[str, Any]]:
     """Return the hits of one query, best first."""
-    if hits is None:
-        return []
-    sources = hits.sources or ("",) * len(hits)
     return [
         {"id": int(one), "score": float(score), "source": source}
-        for one, score, source in zip(hits.ids, hits.scores, sources, strict=True)
+        for one, score, source in zip(hits.ids, hits.scores, hits.sources, strict=True)
     ]
 
 
-def print_window(window: Any, store: SessionStore, tenant: bytes) -> None:
+def print_window(window: ContextWindow, store: SessionStore, tenant: bytes) -> None:
     """Print what stands in a window, what does not, and how long each stage took."""
     report = window.report
-    texts = {
-        turn.seq: turn.text for turn in store.turns(window.session, tenant=tenant)
-    } if store.count(window.session, tenant=tenant) else {}  # fmt: skip
-    rows = []
-    for one in report.segments:
-        seq = getattr(one, "seq", None)
-        label = one.name if seq is None else seq
-        if label is None:
-            label = getattr(one, "id", "")
-        preview = terminal.short(texts.get(seq) or "", PREVIEW) if seq is not None else ""
-        rows.append((one.kind, label, one.start, one.stop - one.start, preview))
-    terminal.table(("part", "name", "from", "tokens", "text"), rows, numbers=(2, 3))
-    reasons: dict[str, int] = {}
-    for one in report.dropped:
-        reasons[one.why] = reasons.get(one.why, 0) + 1
+    terminal.table(
+        ("part", "name", "from", "tokens", "text"),
+        (
+            (one.kind, _label(one), one.start, one.stop - one.start,
+             terminal.short(_text(one, window.session, store, tenant), PREVIEW))
+            for one in report.segments
+        ),
+        numbers=(2, 3),
+    )  # fmt: skip
+    reasons = Counter(one.why for one in report.dropped)
     gone = ", ".join(f"{count} {why}" for why, count in sorted(reasons.items())) or "nothing"
     times = ", ".join(f"{name} {value:.1f}" for name, value in report.timings.items())
     terminal.say(f"{len(window)} tokens on {window.device} ({report.path}); dropped: {gone}")
     terminal.say(f"microseconds: {times}")
+
+
+def _label(one: Segment) -> str:
+    number = one.seq if one.seq is not None else one.id
+    return " ".join(str(part) for part in (one.name, number) if part is not None)
+
+
+def _text(one: Segment, session: str | bytes, store: SessionStore, tenant: bytes) -> str:
+    """Return the text of a part, "" where it has none."""
+    if one.kind == "turn" and one.seq is not None:
+        return store.turns(session, one.seq, one.seq + 1, tenant=tenant)[0].text or ""
+    if one.kind == "passage" and one.name not in (None, "session"):
+        return store.passages(str(one.name), [one.id], tenant=tenant)[0].text or ""
+    return ""

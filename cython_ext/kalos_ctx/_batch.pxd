@@ -69,6 +69,7 @@ cdef class Batch:
     cdef uint64_t log_at            # where the next record goes
     cdef uint64_t last_off          # buffer offset of the newest record
     cdef uint32_t num_records
+    cdef bint synced                # all of the log before the batch is durable
     cdef Staging records
     cdef Staging token_bytes
     cdef Staging row_bytes

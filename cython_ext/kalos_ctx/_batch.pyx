@@ -6,14 +6,14 @@ next batch will take.
 """
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 from kalos_ctx._index cimport Index
 from kalos_ctx._layout cimport (
-    KALOS_ALIGN, KALOS_KIND_DROP, KALOS_KIND_SHARE, KALOS_POSITION, KALOS_POSITION_OFFSET,
+    KALOS_ALIGN, KALOS_BUCKET_EMPTY, KALOS_KIND_DROP, KALOS_KIND_SHARE, KALOS_POSITION, KALOS_POSITION_OFFSET,
     KALOS_POSITION_SEGMENT, KALOS_RECORD_MAGIC,
-    KALOS_RECORD_MORE, KALOS_RECORD_ROOTS, KALOS_SEGMENT_FIRST, KALOS_TOKENS_PER_LINE, kalos_bucket,
+    KALOS_RECORD_MORE, KALOS_RECORD_ROOTS, KALOS_RECORD_SYNCED, KALOS_SEGMENT_FIRST, KALOS_TOKENS_PER_LINE, kalos_bucket,
     kalos_change, kalos_crc32c, kalos_extent, kalos_record, kalos_roots,
 )
 from kalos_ctx._log cimport Log, kalos_record_crc, kalos_round_up
@@ -191,6 +191,7 @@ cdef class Batch:
             + c.table_len + c.tokens_len + c.live_len + c.vector_len
         cdef uint64_t size
         cdef kalos_record* rec
+        cdef kalos_roots* roots
         cdef char* to
         if p.roots != NULL:
             body_len += sizeof(kalos_roots)
@@ -210,7 +211,11 @@ cdef class Batch:
         to = <char*>rec + sizeof(kalos_record)
         memcpy(to, c, sizeof(kalos_change))
         to += sizeof(kalos_change)
-        to = put(to, p.roots, sizeof(kalos_roots) if p.roots != NULL else 0)
+        if p.roots != NULL:
+            to = put(to, p.roots, sizeof(kalos_roots))
+            roots = <kalos_roots*>(to - sizeof(kalos_roots))
+            # Roots outlive the scrubbing of their record, when no other checksum binds them.
+            roots.crc = kalos_crc32c(0, roots, sizeof(kalos_roots) - 4)
         to = put(to, p.extents, c.num_extents * sizeof(kalos_extent))
         to = put(to, p.name, c.name_len)
         to = put(to, p.tenant, c.tenant_len)
@@ -227,6 +232,8 @@ cdef class Batch:
         rec.size = <uint32_t>size
         rec.kind = kind
         rec.flags = flags | KALOS_RECORD_MORE
+        if self.synced and self.num_records == 0:
+            rec.flags |= KALOS_RECORD_SYNCED
         rec.lsn = lsn
         rec.body_len = <uint32_t>body_len
         rec.body_crc = kalos_crc32c(0, <char*>rec + sizeof(kalos_record), body_len)
@@ -242,7 +249,7 @@ cdef class Batch:
         cdef kalos_bucket* b = <kalos_bucket*>self.index.at(table, (mask + 1) * sizeof(kalos_bucket))
         if self.claimed is None:
             self.claimed = set()
-        while b[i].value != 0 or (table, i) in self.claimed:
+        while b[i].value != KALOS_BUCKET_EMPTY or (table, i) in self.claimed:
             i = (i + 1) & mask
         self.claimed.add((table, i))
         return <uint32_t>i + 1
@@ -280,13 +287,22 @@ cdef class Batch:
 
     cdef int apply(self) except -1:
         """Bring the index up to the batch."""
+        cdef const kalos_record* one = <const kalos_record*>self.records.data
+        cdef const kalos_record** records = &one
         cdef uint64_t off = 0
-        cdef kalos_record* rec
         cdef uint32_t i
-        for i in range(self.num_records):
-            rec = <kalos_record*>(self.records.data + off)
-            self.index.apply(rec)
-            off += rec.size
+        if self.num_records == 1:
+            return self.index.apply(records, 1)
+        records = <const kalos_record**>malloc(self.num_records * sizeof(kalos_record*))
+        if records == NULL:
+            raise MemoryError
+        try:
+            for i in range(self.num_records):
+                records[i] = <const kalos_record*>(self.records.data + off)
+                off += records[i].size
+            self.index.apply(records, self.num_records)
+        finally:
+            free(records)
         return 0
 
 

@@ -287,6 +287,8 @@ cdef int take_over(StoreWriter store, Target target, uint32_t generation) except
     store.control.state.checkpoint = target.log.end
     store.control.state.cursor = target.index.cursor
     store.control.state.roots = target.index.roots
+    # Both copies: the older one names a folder that is about to go.
+    store.control.write_state(True)
     store.control.write_state(True)
     store.control.set_word(WORD_COMMITTED, target.log.end)
     store.control.set_word(WORD_ROWS, target.index.cursor.vector_rows)

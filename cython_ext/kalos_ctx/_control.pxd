@@ -10,6 +10,7 @@ cdef enum Word:
     WORD_GENERATION
     WORD_ERASURES
     WORD_ROWS
+    WORD_INDEX
 
 cdef class Control:
     cdef MappedFile file
@@ -18,4 +19,5 @@ cdef class Control:
     cdef int read_state(self) except -1
     cdef int write_state(self, bint durable) except -1
     cdef uint64_t word(self, Word which) except? 0
+    cdef uint64_t raw_word(self, Word which) noexcept
     cdef int set_word(self, Word which, uint64_t value) except -1

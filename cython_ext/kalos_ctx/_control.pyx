@@ -1,7 +1,7 @@
 """The control file of a store, 4,096 bytes written in full when the store is made.
 
 A header that never changes; two copies of the state, written in turn, of which the valid one with the larger
-version counts; and four words, each 48 bits of value under 16 bits of check, which readers load with acquire.
+version counts; and five words, each 48 bits of value under 16 bits of check, which readers load with acquire.
 """
 
 import os
@@ -12,8 +12,8 @@ from libc.string cimport memcmp, memcpy, memset
 
 from kalos_ctx._layout cimport (
     KALOS_CONTROL_BYTES, KALOS_CONTROL_STATE_A, KALOS_CONTROL_STATE_B, KALOS_CONTROL_WORDS,
-    KALOS_ENDIAN_MARK, KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, kalos_crc32c, kalos_seal, kalos_state,
-    kalos_store_header, kalos_unseal, kalos_words,
+    KALOS_ENDIAN_MARK, KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_POSITION_MASK, kalos_crc32c,
+    kalos_seal, kalos_state, kalos_store_header, kalos_unseal, kalos_words,
 )
 from kalos_ctx._segment cimport MappedFile
 
@@ -67,6 +67,7 @@ def create(int dirfd, *, uint64_t segment_bytes, uint32_t vector_dtype, uint32_t
     words.generation = kalos_seal(0, WORD_GENERATION)
     words.erasures = kalos_seal(0, WORD_ERASURES)
     words.vector_rows = kalos_seal(0, WORD_ROWS)
+    words.index = kalos_seal(0, WORD_INDEX)
     page = bytearray(KALOS_CONTROL_BYTES)
     page[:sizeof(head)] = (<char*>&head)[:sizeof(head)]
     page[KALOS_CONTROL_STATE_A:KALOS_CONTROL_STATE_A + sizeof(state)] = (<char*>&state)[:sizeof(state)]
@@ -93,15 +94,18 @@ cdef class Control:
             raise NotAStore(f"{NAME} has {self.file.size} bytes, a store's has {KALOS_CONTROL_BYTES}",
                             NAME, 0)
         self.file.map_at_least(KALOS_CONTROL_BYTES)
-        self.check_header()
+        self.check_header(writable)
         self.read_state()
 
     def close(self):
         """Close the file."""
         self.file.close()
 
-    def check_header(self):
-        """Raise where this is no store, or one that this version cannot read."""
+    def check_header(self, bint writable):
+        """Raise where this is no store, or one that this version cannot read.
+
+        A newer minor format can be read and not written: it may only have added what readers may ignore.
+        """
         cdef const kalos_store_header* head = <const kalos_store_header*>self.file.base
         if memcmp(head.magic, b"KALOSCTX", 8) != 0:
             raise NotAStore(f"{NAME} does not begin with the mark of a store", NAME, 0)
@@ -118,7 +122,8 @@ cdef class Control:
                     f"the store's format is {head.format >> 16}.{head.format & 0xffff}, "
                     f"this version reads up to {KALOS_FORMAT_MAJOR}.{KALOS_FORMAT_MINOR}")
             raise StoreCorrupt(f"{NAME} at byte 0: the header's checksum does not hold", NAME, 0)
-        if head.format >> 16 != KALOS_FORMAT_MAJOR or head.format & 0xffff > KALOS_FORMAT_MINOR:
+        if head.format >> 16 != KALOS_FORMAT_MAJOR \
+                or (writable and head.format & 0xffff > KALOS_FORMAT_MINOR):
             raise FormatVersionError(
                 f"the store's format is {head.format >> 16}.{head.format & 0xffff}, "
                 f"this version reads up to {KALOS_FORMAT_MAJOR}.{KALOS_FORMAT_MINOR}")
@@ -126,13 +131,14 @@ cdef class Control:
 
     cdef int read_state(self) except -1:
         """Load the newest valid copy of the state."""
-        cdef const kalos_state* copy
+        cdef kalos_state copy
         cdef uint64_t best = 0
         for off in (KALOS_CONTROL_STATE_A, KALOS_CONTROL_STATE_B):
-            copy = <const kalos_state*>(self.file.base + <size_t>off)
-            if copy.version > best and copy.crc == kalos_crc32c(0, copy, sizeof(kalos_state) - 4):
+            # Copied first: a writer may be replacing it.
+            memcpy(&copy, self.file.base + <size_t>off, sizeof(kalos_state))
+            if copy.version > best and copy.crc == kalos_crc32c(0, &copy, sizeof(kalos_state) - 4):
                 best = copy.version
-                self.state = copy[0]
+                self.state = copy
         if best == 0:
             raise StoreCorrupt(f"{NAME} at byte {KALOS_CONTROL_STATE_A}: no copy of the state holds",
                                NAME, KALOS_CONTROL_STATE_A)
@@ -157,6 +163,18 @@ cdef class Control:
             off = KALOS_CONTROL_WORDS + 8 * <int>which
             raise StoreCorrupt(f"{NAME} at byte {off}: the word's check does not hold", NAME, off)
         return value
+
+    cdef uint64_t raw_word(self, Word which) noexcept:
+        """The word with its check, to see whether it changed."""
+        return KALOS_LOAD_ACQUIRE(<uint64_t*>(self.file.base + KALOS_CONTROL_WORDS) + <int>which)
+
+    def count_up(self, Word which):
+        """Advance a word that only has to change; one that is damaged begins at the clock."""
+        try:
+            value = self.word(which) + 1
+        except StoreCorrupt:
+            value = time.time_ns() >> 10
+        self.set_word(which, value & KALOS_POSITION_MASK)
 
     cdef int set_word(self, Word which, uint64_t value) except -1:
         cdef uint64_t* at = <uint64_t*>(self.file.base + KALOS_CONTROL_WORDS) + <int>which

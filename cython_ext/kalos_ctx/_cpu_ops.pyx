@@ -12,7 +12,7 @@ import numpy as np
 
 from kalos_ctx._vectors cimport floats_of
 
-from kalos_ctx._vectors import check_vectors, row_factors  # noqa: F401
+from kalos_ctx._vectors import row_factors
 from kalos_ctx.errors import (
     DimensionMismatch,
     InvalidArgument,

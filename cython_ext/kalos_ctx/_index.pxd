@@ -39,6 +39,8 @@ cdef class Index:
     cdef uint64_t salt
     cdef readonly bint writable
     cdef kalos_cursor cursor        # writer: what is allocated
+    cdef set erased                 # in a replay: slots whose buckets go at its end; None otherwise
+    cdef uint32_t pages_lost        # of the process, when the files were opened
     cdef kalos_roots roots          # writer: the current tables
     cdef kalos_index_header* header(self)
     cdef char* at(self, uint64_t off, size_t n) except NULL
@@ -52,14 +54,18 @@ cdef class Index:
     cdef uint64_t key_hash(self, uint64_t slot_off, uint8_t what, bytes key) noexcept
     cdef int open_table(self, uint64_t slot_off, EntryTable* out) except -1
     cdef int check_entry(self, const kalos_entry* entry, uint32_t seq) except -1
-    cdef object damage(self, uint64_t off, str what)
+    cdef object damage(self, uint64_t off, str what, str file=*)
     cdef bint has_key(self, const kalos_sections* s, uint8_t what, bytes key)
-    cdef int apply(self, const kalos_record* rec) except -1
+    cdef int check_row(self, uint32_t row, kalos_row* out) except -1
+    cdef int apply(self, const kalos_record** records, uint32_t n) except -1
+    cdef int apply_content(self, const kalos_record* rec) except -1
+    cdef int apply_found(self, const kalos_record* rec) except -1
     cdef int set_dead(self, uint32_t row) except -1
-    cdef int fill_gone(self, const kalos_change* c) except -1
     cdef int write_key(self, const kalos_change* c, uint32_t bucket, uint8_t what, bytes key,
                        uint64_t lsn) except -1
-    cdef int write_bucket(self, uint64_t table, uint32_t bucket, uint64_t hash, uint64_t value) except -1
+    cdef int write_bucket(self, uint64_t table, uint32_t log2, uint64_t i, uint64_t hash,
+                          uint64_t value) except -1
+    cdef int write_gone(self, uint64_t table, uint64_t i) except -1
     cdef int write_image(self, uint64_t slot_off, const kalos_image* image) except -1
     cdef int write_row(self, const kalos_change* c) except -1
     cdef int write_roots(self, const kalos_roots* roots) except -1

@@ -1,28 +1,35 @@
 """The index of a store: a mapped arena that readers share.
 
-Everything in it follows from the log. `apply` is the only place that writes: the writer builds a record,
-appends it, and applies it; recovery applies the records behind the last checkpoint again, which is safe
-because a record says where everything goes and what it becomes (a redo reads nothing that it repairs). So the
-index needs no log of its own, whatever order its pages reached the disk in.
+Everything in it follows from the log. `apply` is the only place that writes: the writer builds a batch of
+records, appends it, and applies it; after a kill, recovery applies the last batch again, which is safe because
+a record says where everything goes and what it becomes (a redo reads nothing that it repairs). After a power
+loss the index is built anew: its pages may have reached the disk before the log's, and what they then say of
+turns that the log lost cannot be undone.
 
 Single words are published with release and read with acquire; a slot and the roots are kept twice and
-switched by their version, so that a writer that dies between leaves the older state readable.
+switched by their version, so that a writer that dies between leaves the older state readable. Every word on
+the way to an entry proves itself; damage that the writer meets makes the next opening build the index anew.
 """
+
+import os
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
 from kalos_ctx._layout cimport (
-    KALOS_ARENA_FIRST, KALOS_BUCKET_GONE, KALOS_ENDIAN_MARK, KALOS_ENTRY_DEAD, KALOS_FORMAT_MAJOR,
-    KALOS_FORMAT_MINOR, KALOS_IMAGE_DEAD, KALOS_KIND_ERASE, KALOS_RECORD_ROOTS, KALOS_RECORD_SCRUBBED,
+    KALOS_ARENA_FIRST, KALOS_BUCKET_EMPTY, KALOS_BUCKET_GONE, KALOS_ENDIAN_MARK, KALOS_ENTRY_DEAD,
+    KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_IMAGE_DEAD, KALOS_KIND_ERASE, KALOS_POSITION_MASK, KALOS_RECORD_SCRUBBED,
     KALOS_SLOT_BLOCKS, KALOS_SLOT_BLOCK_SHIFT, kalos_bucket, kalos_change, kalos_crc32c, kalos_cursor,
     kalos_entry, kalos_extent, kalos_hash_bytes, kalos_hash_name, kalos_image, kalos_index_header,
     kalos_record, kalos_roots, kalos_row, kalos_seal, kalos_slot, kalos_unseal,
 )
-from kalos_ctx._log cimport Log, kalos_sections, kalos_sections_of
+from kalos_ctx._log cimport (
+    Log, kalos_body_holds, kalos_row_holds, kalos_row_write, kalos_sections, kalos_sections_of,
+)
 from kalos_ctx._segment cimport MappedFile
 
+from kalos_ctx._segment import pages_lost
 from kalos_ctx.errors import StoreCorrupt
 
 cdef extern from *:
@@ -30,14 +37,21 @@ cdef extern from *:
     #define KALOS_LOAD_ACQUIRE(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
     #define KALOS_STORE_RELEASE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     #define KALOS_OR_RELEASE(p, v) __atomic_fetch_or((p), (v), __ATOMIC_RELEASE)
+    #define KALOS_AND_RELEASE(p, v) __atomic_fetch_and((p), (v), __ATOMIC_RELEASE)
     #define KALOS_FENCE_ACQUIRE() __atomic_thread_fence(__ATOMIC_ACQUIRE)
     """
     uint64_t KALOS_LOAD_ACQUIRE(uint64_t* p) nogil
     void KALOS_STORE_RELEASE(uint64_t* p, uint64_t v) nogil
     void KALOS_OR_RELEASE(uint8_t* p, uint8_t v) nogil
+    void KALOS_AND_RELEASE(uint8_t* p, uint8_t v) nogil
     void KALOS_FENCE_ACQUIRE() nogil
 
 INDEX_NAMES = ("index", "rows", "dead")
+# What the header's words are sealed with.
+cdef enum:
+    SEALED_ROOTS = 1
+    SEALED_SLOTS = 2
+    SEALED_APPLIED = 3
 cdef uint32_t FIRST_LOG2 = 8        # buckets of a new table: 4 KiB
 cdef uint32_t HEADER_BYTES = sizeof(kalos_index_header)
 
@@ -70,18 +84,44 @@ cdef const kalos_entry* table_entry(const EntryTable* table, uint32_t seq) noexc
     return run.entries + (seq - run.first)
 
 
+cdef int clear_table(kalos_bucket* table, uint64_t n) noexcept nogil:
+    """Make n buckets empty."""
+    cdef uint64_t i
+    for i in range(n):
+        table[i].hash = 0
+        table[i].value = KALOS_BUCKET_EMPTY
+    return 0
+
+
 cdef class Index:
     """Slots, entries and tables of one generation of a store."""
 
-    def __init__(self, int dirfd, str folder, uint64_t salt, bint writable, bint create, bint private=False):
+    def __init__(self, int dirfd, str folder, uint64_t salt, bint writable, bint create, str suffix=""):
         self.folder = folder
         self.salt = salt
         self.writable = writable
+        self.pages_lost = pages_lost()
         cdef list files = [
-            MappedFile.open_file(dirfd, name, writable=writable, create=create, private=private,
+            MappedFile.open_file(dirfd, name + suffix, writable=writable, create=create,
                                  label=f"{folder}/{name}")
             for name in INDEX_NAMES]
         self.arena, self.rows, self.dead = files
+
+    @staticmethod
+    def make_aside(int dirfd, str folder, uint64_t salt):
+        """Empty files beside those in use, which readers may still have open; `publish` puts them in place."""
+        for name in INDEX_NAMES:
+            try:
+                os.unlink(name + ".new", dir_fd=dirfd)
+            except FileNotFoundError:
+                pass
+        return Index(dirfd, folder, salt, True, True, ".new")
+
+    def publish(self, int dirfd):
+        """Put the files made aside in place of the others; the arena last, since its header decides."""
+        for name in reversed(INDEX_NAMES):
+            os.rename(name + ".new", name, src_dir_fd=dirfd, dst_dir_fd=dirfd)
+        os.fsync(dirfd)
 
     def close(self):
         """Close the three files."""
@@ -111,6 +151,9 @@ cdef class Index:
             memset(f.base, 0, f.size)
         self.arena.grow(KALOS_ARENA_FIRST + 2 * table_bytes)
         head = self.header()
+        head.num_slots = kalos_seal(0, SEALED_SLOTS)
+        head.applied = kalos_seal(0, SEALED_APPLIED)
+        clear_table(<kalos_bucket*>(self.arena.base + KALOS_ARENA_FIRST), 2 << FIRST_LOG2)
         memcpy(head.magic, b"KALOSIDX", 8)
         head.endian = KALOS_ENDIAN_MARK
         head.format = KALOS_FORMAT_MAJOR << 16 | KALOS_FORMAT_MINOR
@@ -141,6 +184,19 @@ cdef class Index:
                 and head.format == KALOS_FORMAT_MAJOR << 16 | KALOS_FORMAT_MINOR
                 and memcmp(head.uuid, <const char*>uuid, 16) == 0 and head.generation == generation)
 
+    def reaches(self, bytes cursor_bytes):
+        """Whether the files hold what a cursor says is allocated; one that was cut does not."""
+        cdef kalos_cursor cursor
+        memcpy(&cursor, <const char*>cursor_bytes, sizeof(kalos_cursor))
+        return (self.arena.size >= cursor.arena_used
+                and self.rows.size >= cursor.vector_rows * sizeof(kalos_row)
+                and self.dead.size >= (cursor.vector_rows + 7) // 8)
+
+    @property
+    def suspect(self):
+        """Whether a read met damage, or a store into the index went into a page that its file lost."""
+        return self.header().suspect != 0 or (self.writable and self.pages_lost != pages_lost())
+
     def is_original(self):
         """Whether this very file was written by the store's writer, and is no copy of it."""
         ino, dev = self.arena.identity()
@@ -163,17 +219,21 @@ cdef class Index:
 
     @property
     def applied(self):
-        """End of the last batch that was applied."""
-        return self.header().applied
+        """Start of the last batch that was applied; 0 where the word does not prove itself."""
+        cdef uint64_t lsn
+        return lsn if kalos_unseal(self.header().applied, SEALED_APPLIED, &lsn) else 0
 
     @applied.setter
     def applied(self, uint64_t lsn):
-        KALOS_STORE_RELEASE(&self.header().applied, lsn)
+        KALOS_STORE_RELEASE(&self.header().applied, kalos_seal(lsn, SEALED_APPLIED))
 
     @property
     def num_slots(self):
         """Slots that readers may look at."""
-        return KALOS_LOAD_ACQUIRE(&self.header().num_slots)
+        cdef uint64_t n
+        if not kalos_unseal(KALOS_LOAD_ACQUIRE(&self.header().num_slots), SEALED_SLOTS, &n):
+            self.damage(80, "the number of slots does not hold its check")
+        return n
 
     def start_writing(self):
         """Load the roots for `apply`."""
@@ -181,8 +241,11 @@ cdef class Index:
 
     # ---- Reading --------------------------------------------------------------------------------
 
-    cdef object damage(self, uint64_t off, str what):
-        raise StoreCorrupt(f"{self.folder}/index at byte {off}: {what}", f"{self.folder}/index", off)
+    cdef object damage(self, uint64_t off, str what, str file="index"):
+        """Raise StoreCorrupt. A writer leaves word, so that the next opening builds the index anew."""
+        if self.writable and self.arena.base != NULL:
+            self.header().suspect = 1
+        raise StoreCorrupt(f"{self.folder}/{file} at byte {off}: {what}", f"{self.folder}/{file}", off)
 
     cdef char* at(self, uint64_t off, size_t n) except NULL:
         """Pointer to n bytes of the arena."""
@@ -196,12 +259,15 @@ cdef class Index:
 
     cdef int read_roots(self, kalos_roots* out) except -1:
         cdef kalos_index_header* head = self.header()
-        cdef uint64_t version
+        cdef uint64_t word, version, later
         while True:
-            version = KALOS_LOAD_ACQUIRE(&head.roots_version)
+            word = KALOS_LOAD_ACQUIRE(&head.roots_version)
+            if not kalos_unseal(word, SEALED_ROOTS, &version):
+                self.damage(72, "the roots' version does not hold its check")
             memcpy(out, &head.roots[version & 1], sizeof(kalos_roots))
             KALOS_FENCE_ACQUIRE()
-            if KALOS_LOAD_ACQUIRE(&head.roots_version) - version < 2:
+            kalos_unseal(KALOS_LOAD_ACQUIRE(&head.roots_version), SEALED_ROOTS, &later)
+            if later - version < 2:
                 break
         if out.crc != kalos_crc32c(0, out, sizeof(kalos_roots) - 4) or out.slot_log2 > 40 \
                 or out.key_log2 > 40:
@@ -211,13 +277,15 @@ cdef class Index:
     cdef uint64_t read_image(self, uint64_t slot_off, kalos_image* out) except? 0:
         """Copy the valid image of a slot; its version."""
         cdef kalos_slot* slot = <kalos_slot*>self.at(slot_off, sizeof(kalos_slot))
-        cdef uint64_t version
+        cdef uint64_t version, later
         while True:
-            version = KALOS_LOAD_ACQUIRE(&slot.version)
+            if not kalos_unseal(KALOS_LOAD_ACQUIRE(&slot.version), slot_off, &version):
+                self.damage(slot_off, "a slot's version does not hold its check")
             memcpy(out, &slot.image[version & 1], sizeof(kalos_image))
             KALOS_FENCE_ACQUIRE()
             # One switch in between wrote the other image; two may have written this one.
-            if KALOS_LOAD_ACQUIRE(&slot.version) - version < 2:
+            kalos_unseal(KALOS_LOAD_ACQUIRE(&slot.version), slot_off, &later)
+            if later - version < 2:
                 break
         if out.crc != kalos_crc32c(0, out, sizeof(kalos_image) - 4):
             self.damage(slot_off, "a slot's checksum does not hold")
@@ -250,7 +318,7 @@ cdef class Index:
         i = hash & mask
         while probes <= mask:
             word = KALOS_LOAD_ACQUIRE(&table[i].value)
-            if word == 0:
+            if word == KALOS_BUCKET_EMPTY:
                 bucket[0] = <uint32_t>i
                 return 0
             if word != KALOS_BUCKET_GONE:
@@ -296,7 +364,7 @@ cdef class Index:
         i = hash & mask
         while probes <= mask:
             word = KALOS_LOAD_ACQUIRE(&table[i].value)
-            if word == 0:
+            if word == KALOS_BUCKET_EMPTY:
                 bucket[0] = <uint32_t>i
                 return found
             if word != KALOS_BUCKET_GONE:
@@ -375,8 +443,39 @@ cdef class Index:
 
     # ---- Writing: redo of one record ---------------------------------------------------------------
 
-    cdef int apply(self, const kalos_record* rec) except -1:
-        """Bring the index to the state behind a valid record. Idempotent, and reads only the record."""
+    cdef int apply(self, const kalos_record** records, uint32_t n) except -1:
+        """Bring the index to the state behind a batch of valid records. Idempotent.
+
+        Entries come first, then each slot's last image, then what makes slots findable: a reader sees the
+        whole batch of a session or nothing of it.
+        """
+        cdef const kalos_change* c
+        cdef uint32_t i
+        cdef uint64_t done = 0
+        cdef set written = None
+        for i in range(n):
+            self.apply_content(records[i])
+        for i in range(n - 1, -1, -1):
+            c = <const kalos_change*>(<const char*>records[i] + sizeof(kalos_record))
+            if records[i].flags & KALOS_RECORD_SCRUBBED or c.slot_off == 0 or c.slot_off == done:
+                continue
+            if n > 1:
+                if written is None:
+                    written = set()
+                if c.slot_off in written:
+                    continue
+                written.add(c.slot_off)
+            done = c.slot_off
+            self.write_image(c.slot_off, &c.image)
+            if records[i].kind == KALOS_KIND_ERASE:
+                self.write_image(c.slot_off, &c.image)  # over the other copy too
+        for i in range(n):
+            if not records[i].flags & KALOS_RECORD_SCRUBBED:
+                self.apply_found(records[i])
+        return 0
+
+    cdef int apply_content(self, const kalos_record* rec) except -1:
+        """What a record brings that nothing refers to yet: roots, extents, entry, row, keys."""
         cdef kalos_sections s
         cdef const kalos_change* c
         if not kalos_sections_of(rec, &s):
@@ -384,10 +483,12 @@ cdef class Index:
         c = s.change
         self.arena.grow(rec.cursor.arena_used)
         self.cursor = rec.cursor
-        if rec.flags & KALOS_RECORD_ROOTS and s.roots != NULL:
+        if s.roots != NULL and s.roots.crc == kalos_crc32c(0, s.roots, sizeof(kalos_roots) - 4):
             self.move_tables(s.roots)
         if rec.flags & KALOS_RECORD_SCRUBBED:
-            self.fill_gone(c)
+            # What an interrupted scrubbing left may not hold; the erasure's own record does the rest.
+            if kalos_body_holds(rec) and c.entry_off and c.entry.vector_row:
+                self.set_dead(c.entry.vector_row - 1)
             return 0
         if c.num_extents:
             memcpy(self.at(c.extents_off, c.num_extents * sizeof(kalos_extent)), s.extents,
@@ -396,56 +497,91 @@ cdef class Index:
             memcpy(self.at(c.entry_off, sizeof(kalos_entry)), &c.entry, sizeof(kalos_entry))
             if c.entry.vector_row:
                 self.write_row(c)
-        if c.slot_off:
-            self.write_image(c.slot_off, &c.image)
-            if rec.kind == KALOS_KIND_ERASE:
-                self.write_image(c.slot_off, &c.image)  # over the other copy too
-        if c.slot_bucket:
-            self.write_bucket(self.roots.slot_table, c.slot_bucket - 1, c.image.hash,
-                              KALOS_BUCKET_GONE if rec.kind == KALOS_KIND_ERASE else
-                              kalos_seal(c.slot_off, c.image.hash))
         if c.key_bucket:
             self.write_key(c, c.key_bucket, c"k", s.key[:c.key_len], rec.lsn)
         if c.group_bucket:
             self.write_key(c, c.group_bucket, c"g", s.group[:c.group_len], rec.lsn)
         if c.call_bucket:
             self.write_key(c, c.call_bucket, c"c", s.group[:c.group_len], rec.lsn)
-        if c.slot_off and c.image.slot_id + 1 > self.header().num_slots:
-            KALOS_STORE_RELEASE(&self.header().num_slots, c.image.slot_id + 1)
         return 0
 
-    cdef int fill_gone(self, const kalos_change* c) except -1:
-        """A scrubbed record's buckets stay taken, so that probes walk on behind them."""
-        if c.slot_bucket:
-            self.write_bucket(self.roots.slot_table, c.slot_bucket - 1, 0, KALOS_BUCKET_GONE)
-        for bucket in (c.key_bucket, c.group_bucket, c.call_bucket):
-            if bucket:
-                self.write_bucket(self.roots.key_table, bucket - 1, 0, KALOS_BUCKET_GONE)
-        if c.entry_off and c.entry.vector_row:
-            self.set_dead(c.entry.vector_row - 1)
+    cdef int apply_found(self, const kalos_record* rec) except -1:
+        """What makes a record's slot findable, or no longer."""
+        cdef const kalos_change* c = <const kalos_change*>(<const char*>rec + sizeof(kalos_record))
+        if c.slot_bucket and rec.kind == KALOS_KIND_ERASE:
+            if self.erased is not None:
+                self.erased.add(c.slot_off)
+            else:
+                self.write_gone(self.roots.slot_table, c.slot_bucket - 1)
+        elif c.slot_bucket:
+            self.write_bucket(self.roots.slot_table, self.roots.slot_log2, c.slot_bucket - 1, c.image.hash,
+                              kalos_seal(c.slot_off, c.image.hash))
+        if c.slot_off and c.image.slot_id + 1 > self.num_slots:
+            KALOS_STORE_RELEASE(&self.header().num_slots, kalos_seal(c.image.slot_id + 1, SEALED_SLOTS))
         return 0
+
+    def start_replay(self):
+        """From here on `apply` repeats the past.
+
+        Bucket numbers in records hold for the tables as they were then, with the buckets of sessions that
+        were erased since. Those records are scrubbed, so tables that moved come out differently now: each
+        bucket is looked for instead, and erasures are done at the end.
+        """
+        self.erased = set()
+
+    def finish_replay(self):
+        """Take the buckets of sessions that were erased out of the slot table."""
+        cdef uint64_t i, place, n = <uint64_t>1 << self.roots.slot_log2
+        cdef kalos_bucket* table
+        if self.erased:
+            table = <kalos_bucket*>self.at(self.roots.slot_table, n * sizeof(kalos_bucket))
+            for i in range(n):
+                if table[i].value != KALOS_BUCKET_EMPTY and table[i].value != KALOS_BUCKET_GONE \
+                        and kalos_unseal(table[i].value, table[i].hash, &place) and place in self.erased:
+                    self.write_gone(self.roots.slot_table, i)
+        self.erased = None
 
     cdef int write_key(self, const kalos_change* c, uint32_t bucket, uint8_t what, bytes key,
                        uint64_t lsn) except -1:
         cdef uint64_t hash = self.key_hash(c.slot_off, what, key)
-        return self.write_bucket(self.roots.key_table, bucket - 1, hash, kalos_seal(lsn, hash))
+        return self.write_bucket(self.roots.key_table, self.roots.key_log2, bucket - 1, hash,
+                                 kalos_seal(lsn, hash))
 
-    cdef int write_bucket(self, uint64_t table, uint32_t bucket, uint64_t hash, uint64_t value) except -1:
-        cdef kalos_bucket* b = <kalos_bucket*>self.at(table + bucket * sizeof(kalos_bucket),
-                                                      sizeof(kalos_bucket))
-        if value != KALOS_BUCKET_GONE:
-            b.hash = hash
-            KALOS_STORE_RELEASE(&b.value, value)
-        else:
-            KALOS_STORE_RELEASE(&b.value, value)
-            b.hash = 0
+    cdef int write_bucket(self, uint64_t table, uint32_t log2, uint64_t i, uint64_t hash,
+                          uint64_t value) except -1:
+        """Fill bucket i; in a replay, the first empty one on the way unless the value is there already."""
+        cdef uint64_t mask = (<uint64_t>1 << log2) - 1, probes = 0
+        cdef kalos_bucket* b = <kalos_bucket*>self.at(table, (mask + 1) * sizeof(kalos_bucket))
+        if self.erased is not None:
+            i = hash & mask
+            while b[i].value != KALOS_BUCKET_EMPTY:
+                if b[i].value == value and b[i].hash == hash:
+                    return 0
+                i = (i + 1) & mask
+                probes += 1
+                if probes > mask:
+                    self.damage(table, "the table has no empty bucket")
+        elif i > mask:
+            self.damage(table, "a bucket outside of the table")
+        b[i].hash = hash
+        KALOS_STORE_RELEASE(&b[i].value, value)
+        return 0
+
+    cdef int write_gone(self, uint64_t table, uint64_t i) except -1:
+        cdef kalos_bucket* b = <kalos_bucket*>self.at(table + i * sizeof(kalos_bucket), sizeof(kalos_bucket))
+        KALOS_STORE_RELEASE(&b.value, KALOS_BUCKET_GONE)
+        b.hash = 0
         return 0
 
     cdef int write_image(self, uint64_t slot_off, const kalos_image* image) except -1:
         cdef kalos_slot* slot = <kalos_slot*>self.at(slot_off, sizeof(kalos_slot))
-        cdef uint64_t version = slot.version + 1
+        cdef uint64_t version
+        # A new slot may lie where a lost batch left bytes; its image is whole, whatever they are.
+        if not kalos_unseal(slot.version, slot_off, &version):
+            version = 0
+        version += 1
         memcpy(&slot.image[version & 1], image, sizeof(kalos_image))
-        KALOS_STORE_RELEASE(&slot.version, version)
+        KALOS_STORE_RELEASE(&slot.version, kalos_seal(version & KALOS_POSITION_MASK, slot_off))
         return 0
 
     cdef int write_row(self, const kalos_change* c) except -1:
@@ -455,26 +591,58 @@ cdef class Index:
         self.rows.grow((<size_t>row + 1) * sizeof(kalos_row))
         self.dead.grow(row // 8 + 8)
         r = <kalos_row*>self.rows.base + row
-        r.crc = c.vector_crc
-        r.factor = c.vector_factor
-        r.entry = c.entry_off
         if c.entry.flags & KALOS_ENTRY_DEAD:
-            self.set_dead(row)
+            kalos_row_write(r, row, 0, 0, c.entry_off, 1)
+            KALOS_OR_RELEASE(<uint8_t*>self.dead.base + row // 8, <uint8_t>(1 << (row & 7)))
+            return 0
+        # The bit may be set: the row had another owner in a batch that was lost.
+        KALOS_AND_RELEASE(<uint8_t*>self.dead.base + row // 8, <uint8_t>~(1 << (row & 7)))
+        kalos_row_write(r, row, c.vector_crc, c.vector_factor, c.entry_off, 0)
         return 0
 
     cdef int set_dead(self, uint32_t row) except -1:
+        """Mark a row as deleted. The row goes first: a bit that is set alone is damage."""
+        cdef kalos_row* r
+        cdef uint64_t entry
+        cdef int dead
+        self.rows.grow((<size_t>row + 1) * sizeof(kalos_row))
         self.dead.grow(row // 8 + 8)
+        r = <kalos_row*>self.rows.base + row
+        if not kalos_row_holds(r, row, &entry, &dead):
+            entry = 0
+        kalos_row_write(r, row, 0, 0, entry, 1)
         KALOS_OR_RELEASE(<uint8_t*>self.dead.base + row // 8, <uint8_t>(1 << (row & 7)))
         return 0
 
+    cdef int check_row(self, uint32_t row, kalos_row* out) except -1:
+        """Copy what is known of a row; 1 where it is dead.
+
+        Raises StoreCorrupt where row or bit do not hold.
+        """
+        cdef uint64_t entry
+        cdef int dead
+        self.rows.check((<size_t>row + 1) * sizeof(kalos_row))
+        self.dead.check(row // 8 + 1)
+        out[0] = (<kalos_row*>self.rows.base)[row]
+        if not kalos_row_holds(out, row, &entry, &dead):
+            self.damage(<uint64_t>row * sizeof(kalos_row), "a row's check does not hold", "rows")
+        if dead != ((<const uint8_t*>self.dead.base)[row // 8] >> (row & 7) & 1):
+            self.damage(row // 8, "a row's bit is not what is known of the row", "dead")
+        out.entry = entry
+        return dead
+
     cdef int write_roots(self, const kalos_roots* roots) except -1:
         cdef kalos_index_header* head = self.header()
-        cdef uint64_t version = head.roots_version + 1
-        cdef kalos_roots* to = &head.roots[version & 1]
+        cdef uint64_t version
+        cdef kalos_roots* to
+        if not kalos_unseal(head.roots_version, SEALED_ROOTS, &version):
+            version = 0
+        version += 1
+        to = &head.roots[version & 1]
         memcpy(to, roots, sizeof(kalos_roots))
         to.crc = kalos_crc32c(0, to, sizeof(kalos_roots) - 4)
         self.roots = to[0]
-        KALOS_STORE_RELEASE(&head.roots_version, version)
+        KALOS_STORE_RELEASE(&head.roots_version, kalos_seal(version & KALOS_POSITION_MASK, SEALED_ROOTS))
         return 0
 
     cdef int move_tables(self, const kalos_roots* roots) except -1:
@@ -489,15 +657,30 @@ cdef class Index:
         cdef uint64_t n = <uint64_t>1 << old_log2, mask = (<uint64_t>1 << new_log2) - 1, i, j
         cdef kalos_bucket* to = <kalos_bucket*>self.at(new, (mask + 1) * sizeof(kalos_bucket))
         cdef kalos_bucket* table = <kalos_bucket*>self.at(old, n * sizeof(kalos_bucket))
-        memset(to, 0, (mask + 1) * sizeof(kalos_bucket))
+        clear_table(to, mask + 1)
         for i in range(n):
-            if table[i].value == 0 or table[i].value == KALOS_BUCKET_GONE:
+            if table[i].value == KALOS_BUCKET_EMPTY or table[i].value == KALOS_BUCKET_GONE:
                 continue
             j = table[i].hash & mask
-            while to[j].value != 0:
+            while to[j].value != KALOS_BUCKET_EMPTY:
                 j = (j + 1) & mask
             to[j] = table[i]
         return 0
+
+    def check_tables(self):
+        """Raise where a bucket does not hold, before a table moves: it would be lost at a wrong place."""
+        cdef kalos_roots roots
+        cdef kalos_bucket* table
+        cdef uint64_t i, n, place, value
+        self.read_roots(&roots)
+        for off, log2 in ((roots.slot_table, roots.slot_log2), (roots.key_table, roots.key_log2)):
+            n = <uint64_t>1 << <uint32_t>log2
+            table = <kalos_bucket*>self.at(off, n * sizeof(kalos_bucket))
+            for i in range(n):
+                value = table[i].value
+                if value != KALOS_BUCKET_EMPTY and value != KALOS_BUCKET_GONE \
+                        and not kalos_unseal(value, table[i].hash, &place):
+                    self.damage(off + i * sizeof(kalos_bucket), "a bucket's check does not hold")
 
     # ---- What recovery and verification ask --------------------------------------------------------
 

@@ -82,7 +82,7 @@ cdef extern from "kalos_layout.h" nogil:
     ctypedef struct kalos_bucket:
         uint64_t hash
         uint64_t value
-    const uint64_t KALOS_BUCKET_GONE
+    const uint64_t KALOS_BUCKET_EMPTY, KALOS_BUCKET_GONE
     const uint32_t KALOS_SLOT_BLOCKS, KALOS_SLOT_BLOCK_SHIFT
 
     ctypedef struct kalos_roots:
@@ -109,14 +109,17 @@ cdef extern from "kalos_layout.h" nogil:
         uint64_t roots_version
         uint64_t num_slots
         uint64_t applied
+        uint64_t suspect
         kalos_roots roots[2]
 
     ctypedef struct kalos_row:
         uint32_t crc
         float factor
         uint64_t entry
+    const uint64_t KALOS_ROW_DEAD
 
     const uint32_t KALOS_RECORD_MAGIC, KALOS_RECORD_MORE, KALOS_RECORD_SCRUBBED, KALOS_RECORD_ROOTS
+    const uint32_t KALOS_RECORD_SYNCED
     const uint32_t KALOS_KIND_SLOT, KALOS_KIND_TURN, KALOS_KIND_PASSAGE, KALOS_KIND_SEGMENTS
     const uint32_t KALOS_KIND_SUMMARIES, KALOS_KIND_ROLLBACK, KALOS_KIND_FORK, KALOS_KIND_ERASE
     const uint32_t KALOS_KIND_DROP, KALOS_KIND_IMAGE, KALOS_KIND_TABLES, KALOS_KIND_SHARE
@@ -229,6 +232,8 @@ cdef extern from "kalos_layout.h" nogil:
         uint32_t vocab_size
         kalos_roots roots
         uint32_t durability
+        uint64_t inode
+        uint64_t device
         uint32_t crc
 
     ctypedef struct kalos_words:
@@ -236,6 +241,7 @@ cdef extern from "kalos_layout.h" nogil:
         uint64_t generation
         uint64_t erasures
         uint64_t vector_rows
+        uint64_t index
 
 cdef extern from "_checks.h" nogil:
     uint32_t kalos_crc32c(uint32_t crc, const void* data, size_t n)

@@ -14,11 +14,10 @@ from libc.string cimport memcmp, memcpy, memset
 from kalos_ctx._layout cimport (
     KALOS_ALIGN, KALOS_ENDIAN_MARK, KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_POSITION,
     KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_MAGIC, KALOS_RECORD_MORE,
-    KALOS_SEGMENT_FIRST, kalos_crc32c, kalos_log_header, kalos_record,
+    KALOS_RECORD_SCRUBBED, KALOS_RECORD_SYNCED, KALOS_SEGMENT_FIRST, kalos_change, kalos_crc32c,
+    kalos_log_header, kalos_record,
 )
 from kalos_ctx._segment cimport SegmentSet
-
-from kalos_ctx.errors import StoreCorrupt
 
 # Bytes written ahead as zeros where the durability syncs every call: a sync into written blocks is cheaper
 # than one that also changes the file's size (docs/durability.md).
@@ -43,23 +42,27 @@ cdef class Log:
         cdef const kalos_record* rec = <const kalos_record*>self.files.at(
             segment, off, sizeof(kalos_record))
         if not kalos_header_valid(self.salt, rec, lsn, ~<uint64_t>0):
-            raise StoreCorrupt(
-                f"{self.files.label(segment)} at byte {off}: the record's header does not hold",
-                self.files.label(segment), off)
+            self.files.damaged(segment, off, sizeof(kalos_record), "the record's header does not hold")
         rec = <const kalos_record*>self.files.at(segment, off, rec.size)
         if not kalos_body_valid(rec):
-            raise StoreCorrupt(
-                f"{self.files.label(segment)} at byte {off}: the record's checksum does not hold",
-                self.files.label(segment), off)
+            self.files.damaged(segment, off, rec.size, "the record's checksum does not hold")
         return rec
 
     cdef int sections(self, uint64_t lsn, kalos_sections* out) except -1:
-        """The sections of the record at `lsn`, checked."""
+        """The sections of the record at `lsn`, checked. One that was erased has none and raises."""
         cdef const kalos_record* rec = self.record(lsn)
+        if rec.flags & KALOS_RECORD_SCRUBBED:
+            self.files.damaged(KALOS_POSITION_SEGMENT(lsn), KALOS_POSITION_OFFSET(lsn), rec.size,
+                               "the record was erased")
         if not kalos_sections_of(rec, out):
-            raise StoreCorrupt("a record's sections do not fit it",
-                               self.files.label(KALOS_POSITION_SEGMENT(lsn)),
-                               KALOS_POSITION_OFFSET(lsn))
+            self.files.damaged(KALOS_POSITION_SEGMENT(lsn), KALOS_POSITION_OFFSET(lsn), rec.size,
+                               "the record's sections do not fit it")
+        return 0
+
+    cdef int change_at(self, uint64_t lsn, kalos_change* out) except -1:
+        """Copy the fixed part of the record at `lsn`, an erased one's too."""
+        cdef const kalos_record* rec = self.record(lsn)
+        memcpy(out, <const char*>rec + sizeof(kalos_record), sizeof(kalos_change))
         return 0
 
     def begin_segment(self, uint32_t segment, uint32_t prev_end):
@@ -91,7 +94,12 @@ cdef class Log:
             self.files.zero_until(segment, min(max(off + size, self.files.size_of(segment)
                                                    + AHEAD_BYTES),
                                                max(off + size, self.files.segment_bytes)))
-        self.files.write(segment, data, size, off)
+        try:
+            self.files.write(segment, data, size, off)
+        except BaseException:
+            # No fragment stays: a later, shorter batch would end in front of its rest.
+            self.files.take_back(segment, off, off + size)
+            raise
         self.end = KALOS_POSITION(segment, off + size)
         return 0
 
@@ -126,6 +134,7 @@ cdef class Log:
         cdef size_t room
         cdef const kalos_record* rec
         cdef uint32_t last = self.num_segments()
+        # A hole among the segments ends the walk at the hole (flaw_at says "gap").
         while True:
             segment = KALOS_POSITION_SEGMENT(lsn)
             off = KALOS_POSITION_OFFSET(lsn)
@@ -166,7 +175,7 @@ cdef class Log:
             else:
                 n = 0
         if n == 0:
-            return "gap" if segment + 1 < self.num_segments() else "end"
+            return "gap" if self.files.last_present() > <long>segment else "end"
         if n < sizeof(kalos_record):
             return "cut"
         rec = <const kalos_record*>self.files.at(segment, off, n)
@@ -185,8 +194,11 @@ cdef class Log:
                 return n
             n += 1
 
-    def any_record_behind(self, uint64_t lsn):
-        """Whether a valid record lies anywhere behind a place: then it is damage, not a torn tail."""
+    def any_synced_behind(self, uint64_t lsn):
+        """Whether a record behind a place proves that what lies there was durable once.
+
+        Other records may lie there too: a power loss may keep a later one of several unsynced writes.
+        """
         cdef uint32_t segment = KALOS_POSITION_SEGMENT(lsn)
         cdef size_t off = KALOS_POSITION_OFFSET(lsn) + KALOS_ALIGN, size
         cdef uint32_t last = self.num_segments()
@@ -195,8 +207,8 @@ cdef class Log:
             size = self.files.size_of(segment)
             while off + sizeof(kalos_record) <= size:
                 rec = <const kalos_record*>self.files.at(segment, off, sizeof(kalos_record))
-                if rec.magic == KALOS_RECORD_MAGIC and kalos_header_valid(
-                        self.salt, rec, KALOS_POSITION(segment, off), size - off):
+                if rec.magic == KALOS_RECORD_MAGIC and rec.flags & KALOS_RECORD_SYNCED \
+                        and kalos_header_valid(self.salt, rec, KALOS_POSITION(segment, off), size - off):
                     return True
                 off += KALOS_ALIGN
             segment += 1
@@ -205,18 +217,22 @@ cdef class Log:
 
     def drop_tail(self, uint64_t lsn):
         """Take everything behind `lsn` out of the files, so that the next open finds the same end."""
-        cdef uint32_t segment = KALOS_POSITION_SEGMENT(lsn), last = self.num_segments(), i
+        cdef uint32_t segment = KALOS_POSITION_SEGMENT(lsn), i
         self.end = lsn
-        for i in range(last - 1, segment, -1):
+        present = self.files.present()
+        # The newest first: a crash between leaves no hole that later segments would close again.
+        for i in reversed(present):
+            if i <= segment:
+                break
             self.forget(i)
             os.unlink(self.files.name(i), dir_fd=self.files.dirfd)
-        if segment < last:
+        if segment in present:
             self.files.zero_range(segment, KALOS_POSITION_OFFSET(lsn), ~<size_t>0)
         os.fsync(self.files.dirfd)
 
     def forget(self, uint32_t segment):
-        """Close a segment whose file is about to go."""
-        if segment < self.files.count:
+        """Close the newest segment, whose file is about to go."""
+        if segment + 1 == self.files.count:
             f = self.files.files[segment]
             if f is not None:
                 f.close()

@@ -11,6 +11,8 @@ cdef class WritableStore(StoreReader):
     cdef readonly object mutex
     cdef object sync_mutex
     cdef int lock_fd
+    cdef int control_lock_fd
+    cdef bint aside                 # the index was built anew and is not in place yet
     cdef object lock_identity
     cdef readonly str durability
     cdef bint payload_in_log        # records carry tokens and vectors, so that one sync covers them
@@ -33,6 +35,8 @@ cdef class WritableStore(StoreReader):
     cdef int finish(self) except -1
     cdef uint64_t log_bytes(self) noexcept
     cdef object put_back(self, SegmentSet files, uint32_t segment, uint64_t off, bytes data)
+    cdef int apply_again(self, list batch) except -1
+    cdef int scrub_payload(self, uint64_t lsn) except -1
     cdef int scrub(self, uint64_t lsn) except -1
     cdef int scrub_entry(self, const kalos_entry* e) except -1
     cdef int zero_tokens(self, uint64_t pos, uint64_t n) except -1

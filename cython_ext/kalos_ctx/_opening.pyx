@@ -1,9 +1,11 @@
 """Opening a store for writing: lock, recovery, durability, and the scrubbing of erased bytes.
 
-One process writes, by an open-file-description lock on the file ``lock`` (a lock by process ID would be lost
-when any other descriptor of the file is closed). Opening brings the index
-to the end of the log: nothing to do after a close in order, the last batch after a kill, everything behind
-the last checkpoint after a power loss, and the whole log where the index is missing or not this store's.
+One process writes, by open-file-description locks on the file ``lock`` and on the control file (a lock by
+process ID would be lost when any other descriptor of the file is closed; ``lock`` alone could be removed and
+made anew). Opening brings the index to the end of the log: nothing to do after a close in order, the last
+batch after a kill. After a power loss, in a copy of a store that was being written, and where the index is
+missing, damaged or not this store's, it is built anew from the whole log, beside the old one, which readers
+may still have open.
 
 Every change is: stage a batch, write it, apply it to the index, publish, and sync where the durability asks
 for it. After one failed sync nothing more is written.
@@ -18,20 +20,25 @@ import struct
 import threading
 
 from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
 from kalos_ctx._batch cimport Batch
-from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_ROWS, Control
-from kalos_ctx._layout cimport (
-    KALOS_KIND_DROP, KALOS_KIND_ERASE, KALOS_KIND_SEGMENTS, KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES,
-    KALOS_POSITION, KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SEGMENT_FIRST,
-    kalos_change, kalos_crc32c, kalos_entry, kalos_item, kalos_record, kalos_roots,
+from kalos_ctx._control cimport (
+    WORD_COMMITTED, WORD_ERASURES, WORD_GENERATION, WORD_INDEX, WORD_ROWS, Control,
 )
-from kalos_ctx._log cimport kalos_record_crc, kalos_round_up, kalos_sections, kalos_sections_of
+from kalos_ctx._index cimport Index
+from kalos_ctx._layout cimport (
+    KALOS_ENTRY_DEAD, KALOS_KIND_DROP, KALOS_KIND_ERASE, KALOS_KIND_SEGMENTS, KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES,
+    KALOS_POSITION, KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SEGMENT_FIRST,
+    kalos_change, kalos_crc32c, kalos_cursor, kalos_entry, kalos_item, kalos_record, kalos_roots,
+)
+from kalos_ctx._log cimport kalos_body_holds, kalos_record_crc, kalos_round_up, kalos_sections, kalos_sections_of
 from kalos_ctx._reader cimport StoreReader
 from kalos_ctx._segment cimport SegmentSet
 
 from kalos_ctx import _control
+from kalos_ctx._index import INDEX_NAMES
 from kalos_ctx.errors import (
     ForkedHandle, NotAStore, StoreCorrupt, StoreIOError, StoreLocked, StoreReadOnly,
 )
@@ -39,24 +46,52 @@ from kalos_ctx.errors import (
 cdef extern from *:
     """
     #include <pthread.h>
+    #include <unistd.h>
+    #define KALOS_LOCKS_MAX 256
     static volatile uint32_t kalos_forks;
-    static void kalos_count_fork(void) { kalos_forks++; }
+    static volatile int kalos_lock_fds[KALOS_LOCKS_MAX];  /* + 1; 0: free */
+    /* A child lets go of the locks, which stay with the parent's descriptors: otherwise a child that lives
+       on would hold them when the parent is gone. */
+    static void kalos_count_fork(void) {
+      kalos_forks++;
+      for (int i = 0; i < KALOS_LOCKS_MAX; i++)
+        if (kalos_lock_fds[i]) { close(kalos_lock_fds[i] - 1); kalos_lock_fds[i] = 0; }
+    }
+    static void kalos_note_lock(int fd) {
+      for (int i = 0; i < KALOS_LOCKS_MAX; i++)
+        if (!kalos_lock_fds[i]) { kalos_lock_fds[i] = fd + 1; return; }
+    }
+    static void kalos_forget_lock(int fd) {
+      for (int i = 0; i < KALOS_LOCKS_MAX; i++)
+        if (kalos_lock_fds[i] == fd + 1) kalos_lock_fds[i] = 0;
+    }
     __attribute__((constructor)) static void kalos_watch_forks(void) {
       pthread_atfork(NULL, NULL, kalos_count_fork);
     }
     """
     uint32_t kalos_forks
+    void kalos_note_lock(int fd)
+    void kalos_forget_lock(int fd)
 
+F_OFD_SETLK = 37                    # not in the module fcntl before Python 3.13
 DURABILITIES = ("process", "group", "each")
 # Log bytes between two checkpoints: what a recovery after a power loss applies again at most.
 cdef uint64_t CHECKPOINT_BYTES = 64 << 20
 
 
+cdef int set_lock(int fd, int kind) except -1:
+    """Lock or unlock a whole file, by its open file description."""
+    fcntl.fcntl(fd, F_OFD_SETLK, struct.pack("hhlli4x", kind, os.SEEK_SET, 0, 0, 0))
+    return 0
+
+
 cdef class WritableStore(StoreReader):
     """A store opened for writing; StoreWriter adds the calls that change it."""
 
+    def __cinit__(self):
+        self.lock_fd = self.control_lock_fd = -1
+
     def __init__(self, str path, *, str durability="process", dict config):
-        self.lock_fd = -1
         self.writable = True
         self.durability = durability
         self.payload_in_log = durability != "process"
@@ -74,8 +109,10 @@ cdef class WritableStore(StoreReader):
         try:
             self.open_or_create(config)
             self.recover()
-        except BaseException:
+        except BaseException as e:
             self.release_lock()
+            if isinstance(e, OSError) and not isinstance(e, StoreIOError):
+                raise StoreIOError(e.errno, f"cannot open the store: {e.strerror}") from None
             raise
 
     # ---- Lock -----------------------------------------------------------------------------------
@@ -87,9 +124,8 @@ cdef class WritableStore(StoreReader):
                                    dir_fd=self.dirfd)
         except OSError as e:
             raise StoreIOError(e.errno, f"cannot open the store's lock: {e.strerror}") from None
-        flock = struct.pack("hhlli4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
-            fcntl.fcntl(self.lock_fd, 37, flock)  # F_OFD_SETLK, not in the module before Python 3.13
+            set_lock(self.lock_fd, fcntl.F_WRLCK)
         except OSError as e:
             holder = os.pread(self.lock_fd, 200, 0).decode("utf-8", "replace").strip() or "unknown"
             os.close(self.lock_fd)
@@ -97,6 +133,7 @@ cdef class WritableStore(StoreReader):
             if e.errno in (errno_codes.EAGAIN, errno_codes.EACCES):
                 raise StoreLocked(f"the store is open for writing elsewhere ({holder})") from None
             raise StoreIOError(e.errno, f"cannot lock the store: {e.strerror}") from None
+        kalos_note_lock(self.lock_fd)
         text = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
         try:
             os.ftruncate(self.lock_fd, 0)
@@ -106,11 +143,28 @@ cdef class WritableStore(StoreReader):
         st = os.fstat(self.lock_fd)
         self.lock_identity = (st.st_dev, st.st_ino)
 
+    def lock_control(self):
+        """Lock the control file too: a lock file that was removed and made anew locks nobody out."""
+        fd = os.open("control", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.dirfd)
+        try:
+            set_lock(fd, fcntl.F_WRLCK)
+        except OSError as e:
+            os.close(fd)
+            if e.errno in (errno_codes.EAGAIN, errno_codes.EACCES):
+                raise StoreLocked(
+                    "the store is open for writing elsewhere, and its lock file was replaced") from None
+            raise StoreIOError(e.errno, f"cannot lock the store: {e.strerror}") from None
+        self.control_lock_fd = fd
+        kalos_note_lock(fd)
+
     def release_lock(self):
-        """Give the lock back; it goes with its last descriptor."""
-        if self.lock_fd >= 0:
-            os.close(self.lock_fd)
-            self.lock_fd = -1
+        """Give the locks back, also where a child process inherited their descriptors."""
+        for fd in (self.lock_fd, self.control_lock_fd):
+            if fd >= 0:
+                kalos_forget_lock(fd)
+                set_lock(fd, fcntl.F_UNLCK)
+                os.close(fd)
+        self.lock_fd = self.control_lock_fd = -1
 
     def check_lock(self):
         """Raise where the lock file was replaced: another writer could hold the new one."""
@@ -123,8 +177,11 @@ cdef class WritableStore(StoreReader):
             raise StoreLocked("the store's lock file was removed or replaced; open the store again")
 
     def __dealloc__(self):
-        if self.lock_fd >= 0 and self.forks == kalos_forks:
-            os.close(self.lock_fd)
+        if self.forks == kalos_forks:
+            for fd in (self.lock_fd, self.control_lock_fd):
+                if fd >= 0:
+                    kalos_forget_lock(fd)
+                    os.close(fd)
 
     # ---- Open -----------------------------------------------------------------------------------
 
@@ -138,6 +195,7 @@ cdef class WritableStore(StoreReader):
                                 "files); give an empty folder or a store", "control", 0)
             _control.create(self.dirfd, **config)
         self.control = Control(self.dirfd, True)
+        self.lock_control()
         if self.control.state.checkpoint == 0:
             self.make_generation(0)
         generation = self.control.state.generation
@@ -186,55 +244,137 @@ cdef class WritableStore(StoreReader):
         """Bring the index to the log's end, drop a torn tail, and start a writer epoch."""
         cdef bytes boot = _control.boot_id()
         same_boot = any(boot) and memcmp(self.control.state.boot_id, <const char*>boot, 16) == 0
-        start = self.recovery_start(same_boot)
-        stop, flaw, dropped = self.replay(start, same_boot)
-        if flaw is not None or dropped:
-            self.judge_tail(stop, flaw, same_boot)
-            self.recovery["flaw"] = flaw or "unfinished batch"
-            self.recovery["dropped_bytes"] = self.tail_bytes(stop)
-            self.log.drop_tail(stop)
+        # A copy of a store that was being written is whatever its files held when they were read.
+        copied = self.is_copied() and not self.control.state.clean
+        promised = self.promised_end(same_boot, copied)
+        in_order = False
+        start = self.recovery_start(same_boot and not copied)
+        if start is None:
+            start = self.begin_rebuild()
+        else:
+            in_order = start == self.control.state.checkpoint and self.index.epoch == self.control.state.epoch
+        try:
+            stop, flaw, partly = self.replay(start, promised)
+        except StoreCorrupt as e:
+            if self.aside or not e.file.startswith(tuple(f"{self.index.folder}/{n}" for n in INDEX_NAMES)):
+                raise
+            in_order = False
+            stop, flaw, partly = self.replay(self.begin_rebuild(), promised)
+        self.settle_tail(stop, flaw or ("unfinished batch" if partly else None), promised, copied)
         self.log.end = stop
-        self.synced = stop
-        self.checkpoint_at = stop
+        unsure = self.recovery["flaw"] is not None or not same_boot or copied or bool(self.aside)
+        self.start_epoch(boot, self.recovery["flaw"] is not None or (unsure and not in_order), in_order)
+        self.remove_other_generations()
+
+    def is_copied(self):
+        """Whether the control file is a copy of the one that its writer wrote."""
+        if self.control.state.inode == 0:
+            return False
+        ino, dev = self.control.file.identity()
+        return self.control.state.inode != ino or self.control.state.device != dev
+
+    def promised_end(self, bint same_boot, bint copied):
+        """Log position up to which everything must be there, whatever was lost."""
+        cdef uint64_t end = 0
+        if not copied:
+            end = self.control.state.checkpoint
+            if same_boot or self.control.state.clean:
+                try:
+                    end = max(end, self.control.word(WORD_COMMITTED))
+                except StoreCorrupt:
+                    pass
+        return end
+
+    def start_epoch(self, bytes boot, bint sync, bint in_order):
+        """Publish the recovered state and let this writer's epoch begin."""
+        cdef uint64_t stop = self.log.end
+        self.checkpoint_at = self.log_bytes()
+        if not in_order:
+            # What a writer before this one wrote and never synced has to be covered by the next sync.
+            self.expect_dirty()
         self.control.state.epoch += 2
         self.control.state.clean = 0
+        self.control.state.inode, self.control.state.device = self.control.file.identity()
         memcpy(self.control.state.boot_id, <const char*>boot, 16)
         self.control.state.durability = DURABILITIES.index(self.durability)
-        if self.recovery["rebuilt"] or self.recovery["flaw"] or not same_boot:
+        if sync:
             self.sync_files()
-            self.mark_checkpoint(stop)
+            if self.aside:
+                self.index.publish(self.genfd)
         # From here on the index is being written: its epoch is odd until the writer closes in order.
         self.index.epoch = self.control.state.epoch | 1
         self.index.arena.sync()
-        self.control.write_state(True)
-        self.control.set_word(WORD_GENERATION, self.generation)
+        if sync:
+            self.mark_checkpoint(stop)
+        else:
+            self.control.write_state(True)
+        self.synced = self.control.state.checkpoint
         self.control.set_word(WORD_COMMITTED, stop)
         self.control.set_word(WORD_ROWS, self.index.cursor.vector_rows)
-        self.remove_other_generations()
+        self.control.set_word(WORD_GENERATION, self.generation)
+        self.control.count_up(WORD_ERASURES)
+        if self.aside:
+            self.control.count_up(WORD_INDEX)
+        self.aside = False
+
+    def expect_dirty(self):
+        """Open what may hold unsynced bytes: everything behind the last checkpoint."""
+        cdef kalos_cursor* before = &self.control.state.cursor
+        self.log.files.expect_dirty(KALOS_POSITION_SEGMENT(self.control.state.checkpoint),
+                                    KALOS_POSITION_SEGMENT(self.log.end))
+        last = self.tokens.last_present()
+        if last >= 0:
+            self.tokens.expect_dirty(min(KALOS_POSITION_SEGMENT(before.tokens_end), last), last)
+        last = self.vectors.last_present()
+        if last >= 0 and self.rows_per_segment:
+            self.vectors.expect_dirty(min(before.vector_rows // self.rows_per_segment, last), last)
 
     def recovery_start(self, bint same_boot):
-        """Where to begin applying records: nothing, the last batch, the last checkpoint, or all."""
+        """Where to begin applying records to the index as it is; None where it cannot be trusted."""
         uuid = (<char*>self.control.head.uuid)[:16]
         cdef uint64_t checkpoint = self.control.state.checkpoint
         cdef uint64_t epoch = self.control.state.epoch
-        known = self.index.matches(uuid, self.generation) and self.log_reaches(checkpoint)
-        if known and self.control.state.clean and self.index.epoch == epoch:
+        cursor = (<char*>&self.control.state.cursor)[:sizeof(kalos_cursor)]
+        if not self.index.matches(uuid, self.generation) or self.index.suspect \
+                or not self.index.reaches(cursor) or not self.log_reaches(checkpoint):
+            return None
+        if self.index.epoch == epoch and (self.control.state.clean or self.index.is_original()):
             if not self.index.is_original():
+                if not self.tail_holds(self.index.applied, checkpoint):
+                    return None
                 self.index.adopt()
-            self.index.set_cursor((<char*>&self.control.state.cursor)[:32])
+            self.index.set_cursor(cursor)
             self.index.start_writing()
             self.index.applied = checkpoint
             return checkpoint
-        if known and self.index.is_original() and self.index.epoch == epoch | 1:
-            self.index.set_cursor((<char*>&self.control.state.cursor)[:32])
-            if same_boot and self.log_reaches(self.index.applied):
-                self.index.start_writing()
-                return self.index.applied
-            self.index.write_roots(&self.control.state.roots)
-            return checkpoint
+        # A writer that was killed while it opened may have begun its epoch in the index alone.
+        if same_boot and self.index.is_original() and self.index.epoch in (epoch | 1, (epoch + 2) | 1) \
+                and self.index.applied >= KALOS_SEGMENT_FIRST and self.log_reaches(self.index.applied):
+            self.index.set_cursor(cursor)
+            self.index.start_writing()
+            return self.index.applied
+        return None
+
+    def tail_holds(self, uint64_t start, uint64_t stop):
+        """Whether whole records lie between two places: a copy may have been taken too early."""
+        if start < KALOS_SEGMENT_FIRST or not self.log_reaches(start):
+            return False
+        for lsn, size, more, flaw in self.log.scan(start):
+            if flaw is not None or lsn >= stop:
+                return lsn == stop
+        return False
+
+    def begin_rebuild(self):
+        """An empty index beside the one in place, and where to begin."""
+        uuid = (<char*>self.control.head.uuid)[:16]
+        self.index.close()
+        self.index = Index.make_aside(self.genfd, self.index.folder, self.control.head.salt)
         self.index.format_files(uuid, self.generation)
+        self.batch.index = self.index
+        self.aside = True
+        self.recovery["replayed"] = 0
         # An empty store's first opening builds nothing again.
-        self.recovery["rebuilt"] = epoch > 0
+        self.recovery["rebuilt"] = self.control.state.epoch > 0
         return KALOS_SEGMENT_FIRST
 
     def log_reaches(self, uint64_t lsn):
@@ -243,56 +383,99 @@ cdef class WritableStore(StoreReader):
         return (segment < self.log.num_segments()
                 and self.log.files.size_of(segment) >= KALOS_POSITION_OFFSET(lsn))
 
-    def replay(self, uint64_t start, bint same_boot):
-        """Apply the whole batches from `start`; (end of the last, flaw or None, whether a part is left)."""
+    def replay(self, uint64_t start, uint64_t promised):
+        """Apply the whole batches from `start`; (end of the last, flaw or None, whether a part is left).
+
+        Records in front of `promised` are not asked for their tokens: those were durable, and damage to
+        them concerns their turn alone.
+        """
         cdef uint64_t stop = start
+        self.index.start_replay()
         batch = []
         for lsn, size, more, flaw in self.log.scan(start):
             if flaw is not None:
-                return stop, None if flaw == "end" else flaw, bool(batch)
+                break
             batch.append(lsn)
             if more:
                 continue
-            for one in batch:
-                if not self.payload_whole(one):
-                    return stop, "payload", True
-            for one in batch:
-                self.index.apply(self.log.record(one))
-            for one in batch:
-                if self.log.record(one).kind in (KALOS_KIND_ERASE, KALOS_KIND_DROP):
-                    self.scrub_listed(one)
+            if batch[0] >= promised and not all([self.payload_whole(one) for one in batch]):
+                flaw = "payload"
+                break
+            self.apply_again(batch)
             self.index.applied = batch[0]
             self.recovery["replayed"] += len(batch)
             stop = KALOS_POSITION(KALOS_POSITION_SEGMENT(lsn), KALOS_POSITION_OFFSET(lsn) + size)
             batch = []
-        return stop, None, False
+        self.index.finish_replay()
+        return stop, None if flaw == "end" else flaw, bool(batch)
+
+    cdef int apply_again(self, list batch) except -1:
+        """Apply a batch of the log, and finish the erasures that it holds."""
+        cdef const kalos_record* one
+        cdef const kalos_record** records = &one
+        cdef uint32_t i, n = <uint32_t>len(batch)
+        if n > 1:
+            records = <const kalos_record**>malloc(n * sizeof(kalos_record*))
+            if records == NULL:
+                raise MemoryError
+        try:
+            for i in range(n):
+                records[i] = self.log.record(batch[i])
+            self.index.apply(records, n)
+            for i in range(n):
+                if records[i].kind == KALOS_KIND_ERASE or records[i].kind == KALOS_KIND_DROP:
+                    self.scrub_listed(batch[i])
+        finally:
+            if records != &one:
+                free(records)
+        return 0
 
     def payload_whole(self, uint64_t lsn):
-        """Whether a record's token IDs are in place; puts them there where the record carries them."""
+        """Whether what a record points at is in place; puts it there where the record carries it."""
         cdef kalos_sections s
         cdef const kalos_record* rec = self.log.record(lsn)
         cdef const kalos_entry* e
         if rec.flags & KALOS_RECORD_SCRUBBED or not kalos_sections_of(rec, &s):
             return True
+        if rec.kind == KALOS_KIND_SEGMENTS or rec.kind == KALOS_KIND_SUMMARIES:
+            self.put_back_items(s.table[:s.change.table_len])
         e = &s.change.entry
-        if s.change.vector_len and e.vector_row:
-            self.put_back(self.vectors, (e.vector_row - 1) // self.rows_per_segment,
-                          <uint64_t>((e.vector_row - 1) % self.rows_per_segment) * self.row_stride,
-                          s.vector[:s.change.vector_len])
         if s.change.entry_off == 0 or rec.kind == KALOS_KIND_DROP:
             return True
-        if s.change.tokens_len or s.change.live_len:
-            at = <uint64_t>KALOS_POSITION_OFFSET(e.tokens_pos) * 4
-            segment = KALOS_POSITION_SEGMENT(e.tokens_pos)
-            self.put_back(self.tokens, segment, at, s.tokens[:s.change.tokens_len])
-            self.put_back(self.tokens, segment, at + kalos_round_up(e.num_tokens, 16) * 4,
-                          s.live[:s.change.live_len])
-            return True
         try:
+            if s.change.vector_len and e.vector_row:
+                self.put_back(self.vectors, (e.vector_row - 1) // self.rows_per_segment,
+                              <uint64_t>((e.vector_row - 1) % self.rows_per_segment) * self.row_stride,
+                              s.vector[:s.change.vector_len])
+            elif e.vector_row and not e.flags & KALOS_ENTRY_DEAD:
+                self.row_at(e.vector_row - 1, s.change.vector_crc)
+            if s.change.tokens_len or s.change.live_len:
+                at = <uint64_t>KALOS_POSITION_OFFSET(e.tokens_pos) * 4
+                segment = KALOS_POSITION_SEGMENT(e.tokens_pos)
+                self.put_back(self.tokens, segment, at, s.tokens[:s.change.tokens_len])
+                self.put_back(self.tokens, segment, at + kalos_round_up(e.num_tokens, 16) * 4,
+                              s.live[:s.change.live_len])
+                return True
             self.token_run(e.tokens_pos, e.num_tokens, e.token_crc)
+            self.token_run(e.tokens_pos + kalos_round_up(e.num_tokens, 16), e.live_tokens, e.live_crc)
         except (StoreCorrupt, StoreIOError):
             return False
         return True
+
+    def put_back_items(self, bytes table):
+        """Put the IDs of pinned segments or summaries where windows look for them."""
+        cdef const char* p = table
+        cdef const kalos_item* item
+        cdef Py_ssize_t at = 0
+        while at + <Py_ssize_t>sizeof(kalos_item) <= len(table):
+            item = <const kalos_item*>(p + at)
+            if item.size < sizeof(kalos_item):
+                break
+            ids = at + <Py_ssize_t>sizeof(kalos_item) + item.name_len + item.text_len
+            self.put_back(self.tokens, KALOS_POSITION_SEGMENT(item.tokens_pos),
+                          <uint64_t>KALOS_POSITION_OFFSET(item.tokens_pos) * 4,
+                          table[ids:ids + item.num_tokens * 4])
+            at += item.size
 
     cdef object put_back(self, SegmentSet files, uint32_t segment, uint64_t off, bytes data):
         """Write bytes that the log carries to where they belong, unless they are there."""
@@ -305,33 +488,42 @@ cdef class WritableStore(StoreReader):
             pass
         files.write(segment, <const char*>data, len(data), off)
 
-    def judge_tail(self, uint64_t stop, flaw, bint same_boot):
+    def settle_tail(self, uint64_t stop, flaw, uint64_t promised, bint copied):
+        """Judge what lies behind the last whole batch, report it, and take it out of the files."""
+        tail = self.tail_bytes(stop)
+        if flaw is None and tail == 0 and stop >= promised and self.log.check_header(0) is not None:
+            return
+        if flaw is None:
+            flaw = "cut" if stop < promised else "stale bytes"
+        if not copied:
+            self.judge_tail(stop, flaw, promised)
+        self.recovery["flaw"] = flaw
+        self.recovery["dropped_bytes"] = tail
+        self.log.drop_tail(stop)
+        if self.log.check_header(0) is None:
+            self.log.begin_segment(0, 0)
+
+    def judge_tail(self, uint64_t stop, flaw, uint64_t promised):
         """Tell a torn tail, which is dropped, from damage to what was acknowledged, which raises.
 
-        A record that is there in full but does not hold its checksum is damage where the writer had
-        published it and no power was lost since, and where valid records lie behind it although every
-        call was synced. A file that ends early is a tail.
+        The last segment's file may end early: that is a tail, and reported. A record that is there in full
+        and does not hold is damage in front of what was promised, or where a record behind it says that it
+        was durable.
         """
-        if flaw is None or flaw == "cut":
+        cdef uint32_t segment = KALOS_POSITION_SEGMENT(stop), off = KALOS_POSITION_OFFSET(stop)
+        if flaw in ("cut", "unfinished batch") and self.log.files.last_present() <= <long>segment:
             return
-        damaged = False
-        if same_boot or self.control.state.clean:
-            try:
-                damaged = stop < self.control.word(WORD_COMMITTED)
-            except StoreCorrupt:
-                damaged = True
-        if not damaged and (same_boot or self.control.state.durability):
-            damaged = self.log.any_record_behind(stop)
-        if damaged:
-            segment, off = KALOS_POSITION_SEGMENT(stop), KALOS_POSITION_OFFSET(stop)
+        if stop < promised or self.log.any_synced_behind(stop):
             raise StoreCorrupt(
                 f"{self.log.files.label(segment)} at byte {off}: a record that was acknowledged does not "
-                f"hold ({flaw}); open for reading, or restore the file", self.log.files.label(segment), off)
+                f"hold ({flaw}); restore the file from a copy", self.log.files.label(segment), off)
 
     def tail_bytes(self, uint64_t stop):
         """Bytes of the log behind a position, up to the last that is not zero."""
         total = 0
-        for segment in range(KALOS_POSITION_SEGMENT(stop), self.log.num_segments()):
+        for segment in self.log.files.present():
+            if segment < KALOS_POSITION_SEGMENT(stop):
+                continue
             size = self.log.files.size_of(segment)
             off = KALOS_POSITION_OFFSET(stop) if segment == KALOS_POSITION_SEGMENT(stop) else 0
             if size > off:
@@ -353,7 +545,7 @@ cdef class WritableStore(StoreReader):
         self.genfd, other.genfd = other.genfd, -1
         if old >= 0:
             os.close(old)
-        self.generation = self.seen_generation = other.generation
+        self.generation = other.generation
         self.log.ahead = self.payload_in_log
         self.synced = self.log.end
         self.checkpoint_at = self.log_bytes()
@@ -373,6 +565,7 @@ cdef class WritableStore(StoreReader):
     cdef int begin(self) except -1:
         self.writing()
         self.batch.begin()
+        self.batch.synced = self.synced == self.log.end
         self.roots = self.index.roots
         self.staged_entries = []
         self.staged_keys = {}
@@ -386,11 +579,18 @@ cdef class WritableStore(StoreReader):
             self.check_lock()
         try:
             self.batch.write()
-        except BaseException:
+        except BaseException as e:
             self.log.end = before
+            if isinstance(e, OSError) and not isinstance(e, StoreIOError):
+                raise StoreIOError(e.errno, f"cannot write the log: {e.strerror}") from None
             raise
         self.index.applied = before
-        self.batch.apply()
+        try:
+            self.batch.apply()
+        except BaseException:
+            # The log has the batch and the index does not: only the next opening brings them together.
+            self.failed = "its index could not follow its log"
+            raise
         self.control.set_word(WORD_ROWS, self.index.cursor.vector_rows)
         self.control.set_word(WORD_COMMITTED, self.log.end)
         return 0
@@ -479,7 +679,7 @@ cdef class WritableStore(StoreReader):
         if self.closed:
             return
         if self.forks != kalos_forks:
-            self.lock_fd = -1
+            self.lock_fd = self.control_lock_fd = -1
             StoreReader.close(self)
             return
         thread = self.checkpointer
@@ -489,8 +689,9 @@ cdef class WritableStore(StoreReader):
             with self.mutex:
                 if self.failed is None:
                     self.checkpoint()
-                    self.index.epoch = self.control.state.epoch
-                    self.index.arena.sync()
+                    if not self.index.suspect:
+                        self.index.epoch = self.control.state.epoch
+                        self.index.arena.sync()
                     self.control.state.clean = 1
                     self.control.write_state(True)
         finally:
@@ -499,33 +700,70 @@ cdef class WritableStore(StoreReader):
 
     # ---- Erasure of bytes -------------------------------------------------------------------------
 
+    def erase_listed(self, list lsns):
+        """Make the committed records at `lsns` durable, then zero what they list. Call with the mutex held.
+
+        They must be durable first, or a power loss could leave the zeros and not the reason for them.
+        """
+        self.checkpoint()
+        try:
+            for lsn in lsns:
+                self.scrub_listed(lsn)
+            self.control.count_up(WORD_ERASURES)
+            self.sync_files()
+        except BaseException:
+            self.failed = self.failed or "an erasure could not be finished"
+            raise
+
     def scrub_listed(self, uint64_t lsn):
-        """Zero the content of every record that the record at `lsn` lists. Safe to repeat."""
+        """Zero the content of every record that the record at `lsn` lists. Safe to repeat.
+
+        What the records point at is zeroed and durable before the records say so: a record that says
+        it was scrubbed needs nothing more than its own sections zeroed.
+        """
         cdef kalos_sections s
         cdef const kalos_record* rec = self.log.record(lsn)
         if rec.flags & KALOS_RECORD_SCRUBBED or not kalos_sections_of(rec, &s):
             return
-        for (victim,) in struct.iter_unpack("<Q", s.table[:s.change.table_len]):
+        victims = [victim for (victim,) in struct.iter_unpack("<Q", s.table[:s.change.table_len])]
+        touched = [self.scrub_payload(victim) for victim in victims]
+        if any(touched):
+            self.tokens.sync()
+            self.vectors.sync()
+        for victim in victims:
             self.scrub(victim)
 
-    cdef int scrub(self, uint64_t lsn) except -1:
-        """Zero what a record holds and points at; the record itself stays, so that the log can be walked.
+    cdef int scrub_payload(self, uint64_t lsn) except -1:
+        """Zero the tokens and the row that a record points at; 1 unless that was done before."""
+        cdef const kalos_record* rec = self.log.record(lsn)
+        cdef kalos_sections s
+        if rec.flags & KALOS_RECORD_SCRUBBED or not kalos_sections_of(rec, &s):
+            return 0
+        if s.change.entry_off and rec.kind != KALOS_KIND_DROP and rec.kind != KALOS_KIND_SHARE:
+            self.scrub_entry(&s.change.entry)
+        if rec.kind == KALOS_KIND_SEGMENTS or rec.kind == KALOS_KIND_SUMMARIES:
+            for pos, n in item_runs(s.table[:s.change.table_len]):
+                self.zero_tokens(pos, n)
+        return 1
 
-        Tokens and row go first, then the header says that the record is scrubbed (one sector, so it is
-        whole or not there), then the sections. A crash between leaves a record that this call finishes.
+    cdef int scrub(self, uint64_t lsn) except -1:
+        """Zero what a record holds; the record itself stays, so that the log can be walked.
+
+        The header goes first and says that the record is scrubbed (one sector, so it is whole or not
+        there), then the sections. A crash between leaves a record that this call finishes. Places, lengths
+        and roots stay.
         """
         cdef const kalos_record* rec = self.log.record(lsn)
         cdef kalos_sections s
         cdef kalos_change c
         cdef kalos_record head
-        cdef bytes body
+        cdef bytes body, roots = b""
+        if rec.flags & KALOS_RECORD_SCRUBBED and kalos_body_holds(rec):
+            return 0
         kalos_sections_of(rec, &s)
         c = s.change[0]
-        if c.entry_off and rec.kind != KALOS_KIND_DROP and rec.kind != KALOS_KIND_SHARE:
-            self.scrub_entry(&c.entry)
-        if (rec.kind == KALOS_KIND_SEGMENTS or rec.kind == KALOS_KIND_SUMMARIES) and s.table != NULL:
-            for pos, n in item_runs(s.table[:c.table_len]):
-                self.zero_tokens(pos, n)
+        if s.roots != NULL:
+            roots = (<const char*>s.roots)[:sizeof(kalos_roots)]
         head = rec[0]
         c.image.hash = 0
         c.created_at = c.expires_at = 0
@@ -533,7 +771,7 @@ cdef class WritableStore(StoreReader):
         c.vector_factor = 0
         c.entry.token_crc = c.entry.live_crc = 0
         memset(c.digest, 0, 16)
-        body = (<char*>&c)[:sizeof(c)] + b"\0" * (head.body_len - sizeof(c))
+        body = ((<char*>&c)[:sizeof(c)] + roots).ljust(head.body_len, b"\0")
         head.flags |= KALOS_RECORD_SCRUBBED
         head.body_crc = kalos_crc32c(0, <const char*>body, head.body_len)
         head.header_crc = kalos_record_crc(self.log.salt, &head)

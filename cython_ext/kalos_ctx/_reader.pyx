@@ -7,6 +7,7 @@ checksum in the call that hands it out.
 
 import json
 import os
+import threading
 
 import numpy as np
 
@@ -37,6 +38,8 @@ ITEM_BYTES = sizeof(kalos_item)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 cdef tuple ROLE_NAMES = ROLES
 cdef char* INT32_FORMAT = b"i"
+# Held by the one thread that follows a writer to another generation.
+MOVING = threading.Lock()
 
 
 cdef class TokenView:
@@ -186,7 +189,6 @@ cdef class StoreReader:
         """Open control file and generation."""
         self.control = Control(self.dirfd, False)
         self.open_generation(self.control.word(WORD_GENERATION), False)
-        self.check_index()
 
     def __dealloc__(self):
         for fd in (self.dirfd, self.genfd):
@@ -199,20 +201,32 @@ cdef class StoreReader:
         cdef bytes uuid = (<char*>self.control.head.uuid)[:16]
         cdef uint64_t salt = self.control.head.salt
         cdef size_t segment_bytes = self.control.head.segment_bytes
-        cdef int old = self.genfd
-        self.genfd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW,
-                             dir_fd=self.dirfd)
-        if old >= 0:
-            os.close(old)
-        self.generation = generation
-        self.log = Log(SegmentSet(self.genfd, folder, "log", segment_bytes, self.writable), salt, uuid,
-                       generation, False)
-        self.tokens = SegmentSet(self.genfd, folder, "tok", segment_bytes, self.writable)
-        self.vectors = SegmentSet(self.genfd, folder, "vec", segment_bytes, self.writable)
-        self.index = Index(self.genfd, folder, salt, self.writable, create)
+        cdef int old, fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW,
+                                   dir_fd=self.dirfd)
+        cdef Log log
+        cdef Index index
+        try:
+            log = Log(SegmentSet(fd, folder, "log", segment_bytes, self.writable), salt, uuid,
+                      generation, False)
+            tokens = SegmentSet(fd, folder, "tok", segment_bytes, self.writable)
+            vectors = SegmentSet(fd, folder, "vec", segment_bytes, self.writable)
+            index = Index(fd, folder, salt, self.writable, create)
+            if not self.writable and not index.matches(uuid, generation):
+                raise StoreCorrupt(
+                    f"{folder}/index does not belong to this store; open it for writing once, which "
+                    "builds it again", f"{folder}/index", 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        # All at once: no other thread runs before the last of these, and each sees one generation.
+        old, self.genfd, self.generation = self.genfd, fd, generation
+        self.log, self.tokens, self.vectors, self.index = log, tokens, vectors, index
         self.seen_generation = generation
         self.seen_epoch = self.control.state.epoch
-        return self.set_vector_layout()
+        self.set_vector_layout()
+        if old >= 0:
+            os.close(old)
+        return 0
 
     cdef int set_vector_layout(self) except -1:
         """Row stride and rows a segment, from the dimension (0 while no vector was stored)."""
@@ -223,14 +237,10 @@ cdef class StoreReader:
         if dim:
             self.rows_per_segment = <uint32_t>(
                 self.control.head.segment_bytes // self.row_stride // 64 * 64)
+            if self.rows_per_segment == 0:
+                raise StoreCorrupt(f"the control file's vector_dim, {dim}, does not fit its segments",
+                                   "control", 0)
         return 0
-
-    def check_index(self):
-        """Raise where the index is not this store's."""
-        if not self.index.matches((<char*>self.control.head.uuid)[:16], self.generation):
-            raise StoreCorrupt(
-                f"{self.index.folder}/index does not belong to this store; open it for writing once, "
-                "which builds it again", f"{self.index.folder}/index", 0)
 
     def close(self):
         """Close all files. Arrays that lie in them stay valid."""
@@ -256,9 +266,18 @@ cdef class StoreReader:
 
     def reopen(self):
         """Follow the writer to the generation it moved to."""
-        self.control.read_state()
-        self.open_generation(self.control.word(WORD_GENERATION), False)
-        self.check_index()
+        with MOVING:
+            while True:
+                generation = self.control.word(WORD_GENERATION)
+                if generation == self.seen_generation:
+                    return
+                try:
+                    self.control.read_state()
+                    self.open_generation(generation, False)
+                except (OSError, StoreCorrupt):
+                    # The writer may have moved once more and taken the files away.
+                    if generation == self.control.word(WORD_GENERATION):
+                        raise
 
     cdef uint64_t find(self, uint32_t kind, bytes tenant, bytes name, kalos_image* out) except? 0:
         """Arena offset of a living slot and its image, 0 for none."""
@@ -492,10 +511,12 @@ cdef class StoreReader:
             table_clear(&table)
 
     def metadata_at(self, uint64_t lsn):
-        """Metadata bytes of the record at a position, or None."""
+        """Metadata bytes of the record at a position; None where there are none, or no more."""
         cdef kalos_sections s
         self.log.sections(lsn, &s)
-        return s.metadata[:s.change.metadata_len] if s.change.present & KALOS_HAS_METADATA else None
+        if s.metadata == NULL or not s.change.present & KALOS_HAS_METADATA:
+            return None
+        return s.metadata[:s.change.metadata_len]
 
     def view_at(self, uint64_t pos, uint32_t n, uint32_t crc):
         """int32 array over n stored IDs, checked, zero-copy."""

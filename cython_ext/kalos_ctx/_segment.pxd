@@ -33,6 +33,7 @@ cdef class SegmentSet:
     cdef uint32_t room              # length of the two arrays
     cdef readonly uint32_t dirty_from   # first segment that may hold unsynced bytes
     cdef MappedFile open(self, uint32_t segment, bint create)
+    cdef object damaged(self, uint32_t segment, size_t off, size_t n, str what)
     cdef const char* at(self, uint32_t segment, size_t off, size_t n) except NULL
     cdef int verify_size(self, uint32_t segment, size_t end) except -1
     cdef int write(self, uint32_t segment, const void* data, size_t n, size_t off) except -1

@@ -9,6 +9,7 @@ through `at`, which knows the size, and `check` asks the system for the size aga
 have cut the file.
 """
 
+cimport cython
 from libc.stdlib cimport calloc, free, realloc
 from libc.stdint cimport uint32_t
 from libc.string cimport memset
@@ -70,6 +71,9 @@ cdef int write_zeros(int fd, size_t start, size_t stop) noexcept nogil:
     return 0
 
 
+# Outside of the cycle collector, which would clear `old` before `__dealloc__` unmaps what it lists. A mapping
+# holds numbers and strings, so it is part of no cycle.
+@cython.no_gc
 cdef class MappedFile:
     """One file, mapped. `open_file` makes it."""
 

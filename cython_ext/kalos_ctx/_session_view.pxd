@@ -5,7 +5,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from kalos_ctx._index cimport EntryTable, Index
 from kalos_ctx._layout cimport kalos_entry
 from kalos_ctx._log cimport Log
-from kalos_ctx._planner cimport flat_turns, kalos_history_plan, kalos_plan_request
+from kalos_ctx._planner cimport (
+    flat_turns, kalos_history_plan, kalos_plan_request, kalos_plan_resume,
+)
 
 cdef extern from "_turn_table.h" nogil:
     ctypedef struct kalos_span:
@@ -67,16 +69,22 @@ cdef extern from "_turn_table.h" namespace "kalos" nogil:
         uint64_t tokens
 
     kalos_span* add_span(span_list* list, uint64_t length) noexcept
-    int64_t add_table_turns(
-        const table_turns& turns, uint64_t begin, uint64_t end, uint64_t offset,
+    cdef cppclass history:
+        bint plain
+        table_turns table
+        view_turns view
+
+    kalos_history_plan plan_any(
+        const history& turns, const kalos_plan_request& request,
+        kalos_plan_resume* resume) noexcept
+    uint64_t repeated_any(
+        const history& turns, const kalos_history_plan& plan, uint64_t* before) noexcept
+    uint64_t last_user_any(const history& turns, const kalos_history_plan& plan) noexcept
+    uint64_t newest_unit_any(const history& turns) noexcept
+    int64_t add_turns_any(
+        const history& turns, const kalos_history_plan& plan, uint64_t begin, uint64_t end,
         span_list* list) noexcept
-    kalos_span* add_view_item(
-        const view_turns& turns, uint64_t t, uint64_t length, uint64_t offset,
-        span_list* list) noexcept
-    uint64_t view_length(const view_turns& turns, uint64_t t, uint64_t end) noexcept
-    uint64_t last_user_turn[T](const T& turns, uint64_t begin, uint64_t end) noexcept
     bint is_absent[T](const T& turns, uint64_t t) noexcept
-    uint64_t position_of[T](const T& turns, uint64_t t) noexcept
     uint32_t copy_checked(int32_t* to, const void* source, uint64_t n) noexcept
     uint64_t common_tokens(const int32_t* a, const int32_t* b, uint64_t n) noexcept
 
@@ -127,7 +135,12 @@ cdef class SessionView:
     cdef Merged merged_groups
     cdef Merged merged_singles
     cdef int extend(self, Index index, Log log, EntryTable* table, uint32_t stop, double now) except -1
-    cdef int add_turn(self, const kalos_entry* e, double now) except -1
+    cdef int add_turn(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1
+    cdef bint read_expiry(self, Log log, const kalos_entry* e, double now) except -1
+    cdef bint is_gone_from(self, uint32_t seq) except -1
+    cdef bint has_call(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1
+    cdef uint64_t length_of(self, uint32_t v) noexcept
+    cdef int note_expired(self, uint32_t seq) except -1
     cdef int add_summary(self, tuple summary) except -1
     cdef int close_item(self, uint64_t length, uint32_t first, uint32_t single) except -1
     cdef bint serves(self, EntryTable* table, object index, double now)

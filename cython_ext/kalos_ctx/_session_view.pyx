@@ -12,7 +12,8 @@ from libc.stdlib cimport free, realloc
 
 from kalos_ctx._index cimport EntryTable, Index, table_entry
 from kalos_ctx._layout cimport (
-    KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TTL, KALOS_IMAGE_TTL, KALOS_ROLE_ASSISTANT, kalos_entry,
+    KALOS_ENTRY_GROUPED, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TTL, KALOS_IMAGE_TTL, KALOS_ROLE_ASSISTANT,
+    kalos_entry,
 )
 from kalos_ctx._log cimport Log, kalos_round_up, kalos_sections
 from kalos_ctx._planner cimport (
@@ -27,6 +28,15 @@ cdef void* grown(void* old, size_t nbytes) except NULL:
     if made == NULL:
         raise MemoryError()
     return made
+
+
+cdef bytes group_of(Log log, const kalos_entry* e):
+    """The group that a turn was given, or None."""
+    cdef kalos_sections s
+    if not e.flags & KALOS_ENTRY_GROUPED:
+        return None
+    log.sections(e.lsn, &s)
+    return s.group[:s.change.group_len]
 
 
 cdef class Arrays:
@@ -128,15 +138,22 @@ cdef class SessionView:
             e = table_entry(table, seq)
             index.check_entry(e, seq)
             if self.expires != NULL and not self.read_expiry(log, e, now):
-                if self.gone and self.gone[-1][1] == seq and self.gone[-1][2] == "expired":
-                    self.gone[-1] = (self.gone[-1][0], seq + 1, "expired")
-                else:
-                    self.gone.append((seq, seq + 1, "expired"))
-                self.item_of[seq] = self.num_items
+                self.note_expired(seq)
             else:
-                self.add_turn(e, now)
+                self.add_turn(index, log, table, e)
             seq += 1
             self.count = seq
+        return 0
+
+    cdef int note_expired(self, uint32_t seq) except -1:
+        self.item_of[seq] = self.num_items
+        if self.gone:
+            start, stop, why = self.gone.pop()
+            if why == "expired" and <uint32_t>stop == seq:
+                self.gone.append((start, seq + 1, why))
+                return 0
+            self.gone.append((start, stop, why))
+        self.gone.append((seq, seq + 1, "expired"))
         return 0
 
     cdef bint read_expiry(self, Log log, const kalos_entry* e, double now) except -1:
@@ -152,7 +169,7 @@ cdef class SessionView:
         self.valid_until = min(self.valid_until, s.change.expires_at)
         return True
 
-    cdef int add_turn(self, const kalos_entry* e, double now) except -1:
+    cdef int add_turn(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1:
         """One living turn, or an orphan."""
         cdef uint32_t v = self.num_items, seq = e.seq, first = v, single = v, at
         cdef view_item* item = &self.arrays.items[v]
@@ -174,7 +191,7 @@ cdef class SessionView:
         if not absent and e.unit_first < seq:
             first = max(self.item_of[e.unit_first], self.barrier)
             if is_result(e.role):
-                absent = not self.has_call(first, v)
+                absent = self.is_gone_from(e.unit_first) and not self.has_call(index, log, table, e)
         if e.trim_prev and not absent:
             # It continues the block of the turn before; without that it has no beginning.
             absent = v == 0 or v == self.barrier or self.arrays.items[v - 1].id + 1 != seq \
@@ -188,10 +205,27 @@ cdef class SessionView:
         at = self.arrays.trims[v]
         return self.close_item(item.run - at if item.run > at else 0, first, single)
 
-    cdef bint has_call(self, uint32_t first, uint32_t v) noexcept:
-        cdef uint32_t i
-        for i in range(first, v):
-            if self.arrays.roles[i] == KALOS_ROLE_ASSISTANT and self.length_of(i):
+    cdef bint is_gone_from(self, uint32_t seq) except -1:
+        """Whether one of the turns from `seq` on is gone: expired, or in a summary."""
+        return len(self.gone) > 0 and <uint32_t>self.gone[len(self.gone) - 1][1] > seq
+
+    cdef bint has_call(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1:
+        """Whether the call that a result answers still stands in the session."""
+        cdef const kalos_entry* other
+        cdef bytes group = group_of(log, e)
+        cdef uint32_t seq = e.seq, v
+        while seq > e.unit_first:
+            seq -= 1
+            other = table_entry(table, seq)
+            index.check_entry(other, seq)
+            if other.role != KALOS_ROLE_ASSISTANT:
+                continue
+            v = self.item_of[seq]
+            here = v < self.num_items and self.arrays.items[v].id == seq \
+                and self.arrays.items[v].kind == KALOS_SPAN_TURN
+            if group is None:
+                return here
+            if here and group_of(log, other) == group:
                 return True
         return False
 

@@ -20,6 +20,7 @@ typedef struct kalos_guard_table {
   uintptr_t end[KALOS_GUARD_MAX];  // 0: free
   struct sigaction before;
   int installed;
+  uint32_t hits;  // pages that were put in place
 } kalos_guard_table;
 
 static kalos_guard_table kalos_guards;
@@ -32,8 +33,10 @@ static void kalos_on_sigbus(int sig, siginfo_t* info, void* context) {
       if (end && address >= kalos_guards.base[i] && address < end) {
         uintptr_t page = address & ~(uintptr_t)(sysconf(_SC_PAGESIZE) - 1);
         if (mmap((void*)page, (size_t)sysconf(_SC_PAGESIZE), PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED)
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) {
+          __atomic_fetch_add(&kalos_guards.hits, 1, __ATOMIC_RELAXED);
           return;
+        }
       }
     }
   }
@@ -45,6 +48,9 @@ static void kalos_on_sigbus(int sig, siginfo_t* info, void* context) {
     signal(SIGBUS, SIG_DFL);  // the instruction faults again and the process ends as it would have
   }
 }
+
+// A writer asks before it calls its index complete: what it stored into such a page is in no file.
+static uint32_t kalos_guard_hits(void) { return __atomic_load_n(&kalos_guards.hits, __ATOMIC_RELAXED); }
 
 // Call with the GIL. A range that finds no place is simply not guarded.
 static void kalos_guard_add(void* base, size_t n) {

@@ -21,11 +21,16 @@ from kalos_ctx._layout cimport (
     KALOS_ENTRY_DEAD, KALOS_IMAGE_DEAD, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, kalos_entry,
     kalos_image,
 )
+from kalos_ctx._log cimport Log
 from kalos_ctx._reader cimport StoreReader
-from kalos_ctx._vectors cimport FACTOR_STRIDE, EntryRows, RowFiles, RowMap, Runs, floats_of
+from kalos_ctx._vectors cimport (
+    FACTOR_STRIDE, EntryRows, RowFiles, RowMap, Runs, floats_of, read_entry,
+)
 
-from kalos_ctx._vectors import ids_ascend, merged_runs
-from kalos_ctx.errors import DimensionMismatch, InvalidArgument, NonFiniteVector
+from kalos_ctx._vectors import StoreMoved, ids_ascend, merged_runs
+from kalos_ctx.errors import (
+    DimensionMismatch, InvalidArgument, InvalidType, NonFiniteVector, StoreCorrupt, StoreIOError,
+)
 
 cdef size_t SCOPES_KEPT = 1024  # merged scopes of several collections
 
@@ -36,7 +41,7 @@ cdef class Scope:
     Attributes
     ----------
     names : tuple of bytes
-        Collections that were found, in the order of the call; empty for a session.
+        Collections that were found, in the order of the call, or the session.
     parts : tuple of Runs
         The rows of each.
     runs : Runs
@@ -57,6 +62,25 @@ cdef class Scope:
     def slots(self):
         """Slot offsets of the parts."""
         return self.runs.slots
+
+    def filtered(self, Runs runs not None, dict passing not None):
+        """Keep only entries that pass a filter.
+
+        Parameters
+        ----------
+        runs : Runs
+            The scope's, or for a session a part of them.
+        passing : dict of slot offset to uint32 array
+            Seqs that pass, ascending.
+        """
+        if self.turns:
+            return runs.picked(np.intersect1d(
+                runs.every_seq(), passing[runs.slots[0]], assume_unique=True))
+        picked = merged_runs([
+            (<Runs>part).picked(passing[(<Runs>part).slots[0]]) for part in self.parts])
+        # Whether IDs ascend with rows was judged for all rows, so it holds for fewer.
+        return Runs(picked.slots, picked.spans, picked.seqs, picked.owners, picked.edges,
+                    self.runs.ids)
 
 
 def lower_bound(min_score):
@@ -112,7 +136,12 @@ cdef class StoreScan:
         cdef int64_t status
         cdef const float[:, ::1] values
         cdef float[:, ::1] out
-        ndim = np.ndim(query)
+        if not isinstance(query, np.ndarray):
+            try:
+                query = np.asarray(query)
+            except (TypeError, ValueError) as error:
+                raise InvalidType("query must be an array of numbers in host memory") from error
+        ndim = query.ndim
         if ndim != 1 and ndim != 2:
             raise InvalidArgument(f"query must have 1 or 2 axes (got {ndim})")
         rows = floats_of("query", query, ndim)
@@ -141,33 +170,67 @@ cdef class StoreScan:
         Returns
         -------
         Scope
+
+        Raises
+        ------
+        StoreCorrupt, StoreClosed
         """
+        return self.settled(KALOS_SLOT_COLLECTION, tenant, names)
+
+    def session(self, bytes tenant not None, bytes name not None):
+        """The scope of a session's own turns that have vectors; None for an unknown session.
+
+        Raises
+        ------
+        StoreCorrupt, StoreClosed
+        """
+        cdef Scope scope = self.settled(KALOS_SLOT_SESSION, tenant, (name,))
+        return scope if scope.parts else None
+
+    cdef Scope settled(self, uint32_t kind, bytes tenant, tuple names):
+        """The scope of some slots, all of it of one generation."""
+        cdef Index index
+        with self.lock:
+            while True:
+                self.reader.enter()
+                index = self.reader.index
+                try:
+                    return self.scope_of(index, kind, tenant, names)
+                except StoreMoved:
+                    continue
+                except (StoreCorrupt, StoreIOError):
+                    # The files of a generation that was left may be gone.
+                    self.reader.enter()
+                    if self.reader.index is index:
+                        raise
+
+    cdef Scope scope_of(self, Index index, uint32_t kind, bytes tenant, tuple names):
         cdef Scope scope = Scope.__new__(Scope)
+        cdef Log log = self.reader.log
+        cdef EntryRows rows
         cdef kalos_image image
         cdef uint64_t slot_off
         cdef uint32_t bucket
-        cdef Index index
-        with self.lock:
-            self.reader.enter()
-            index = self.reader.index
-            found, parts = [], []
-            for name in names:
-                slot_off = index.find_slot(
-                    self.reader.log, KALOS_SLOT_COLLECTION, tenant, name, &image, &bucket)
-                if slot_off:
-                    found.append(name)
-                    parts.append(self.files.rows_of(slot_off, False).runs)
-            scope.names, scope.parts = tuple(found), tuple(parts)
-            scope.runs = self.together(scope.parts)
-            scope.rows = self.files.at_least(0)
+        scope.turns = kind == KALOS_SLOT_SESSION
+        found, parts = [], []
+        for name in names:
+            slot_off = index.find_slot(log, kind, tenant, name, &image, &bucket)
+            if slot_off:
+                rows = self.files.rows_of(index, log, slot_off, scope.turns)
+                found.append(name)
+                parts.append(rows.runs)
+                scope.expiries = rows.expiries
+        scope.names, scope.parts = tuple(found), tuple(parts)
+        scope.runs = self.together(index, scope.parts)
+        scope.rows = self.files.at_least(index, 0)
         return scope
 
-    cdef Runs together(self, tuple parts):
+    cdef Runs together(self, Index index, tuple parts):
         """One Runs for all parts, remembered while they stay as they are."""
         if len(parts) == 1:
             runs = parts[0]
             if runs.ids is None and not ids_ascend(runs):
-                runs = self.with_ids(runs)
+                runs = self.with_ids(index, runs)
             return runs
         slots = tuple([(<Runs>part).slots[0] for part in parts])
         known = self.merged.get(slots)
@@ -175,13 +238,13 @@ cdef class StoreScan:
             return known[1]
         runs = merged_runs(list(parts))
         if not ids_ascend(runs):
-            runs = self.with_ids(runs)
+            runs = self.with_ids(index, runs)
         if <size_t>len(self.merged) >= SCOPES_KEPT:
             self.merged.clear()
         self.merged[slots] = (parts, runs)
         return runs
 
-    cdef Runs with_ids(self, Runs runs):
+    cdef Runs with_ids(self, Index index, Runs runs):
         """The same runs with the ID of each row, for stores whose rows are not in order of IDs."""
         cdef EntryTable table
         cdef const kalos_entry* entry
@@ -191,7 +254,7 @@ cdef class StoreScan:
         by_row = np.zeros(stop, np.uint64)
         ids = by_row
         for owner in range(<uint32_t>len(runs.slots)):
-            self.reader.index.open_table(runs.slots[owner], &table)
+            index.open_table(runs.slots[owner], &table)
             try:
                 for seq in range(table.image.num_entries):
                     entry = table_entry(&table, seq)
@@ -200,26 +263,6 @@ cdef class StoreScan:
             finally:
                 table_clear(&table)
         return Runs(runs.slots, runs.spans, runs.seqs, runs.owners, runs.edges, by_row)
-
-    def session(self, bytes tenant not None, bytes name not None):
-        """The scope of a session's own turns that have vectors; None for an unknown session."""
-        cdef Scope scope = Scope.__new__(Scope)
-        cdef kalos_image image
-        cdef uint64_t slot_off
-        cdef uint32_t bucket
-        cdef EntryRows rows
-        with self.lock:
-            self.reader.enter()
-            slot_off = self.reader.index.find_slot(
-                self.reader.log, KALOS_SLOT_SESSION, tenant, name, &image, &bucket)
-            if slot_off == 0:
-                return None
-            rows = self.files.rows_of(slot_off, True)
-            scope.names, scope.turns = (), True
-            scope.parts, scope.runs = (rows.runs,), rows.runs
-            scope.expiries = rows.expiries
-            scope.rows = self.files.at_least(0)
-        return scope
 
     def best(self, Scope scope not None, Runs runs not None, prepared not None, list zero not None,
              uint32_t k, float min_score):
@@ -302,8 +345,7 @@ cdef class StoreScan:
     cdef list named(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count, list gone):
         """The entries of hits, read and checked."""
         cdef EntryTable table
-        cdef const kalos_entry* entry
-        cdef kalos_entry copy
+        cdef kalos_entry entry
         cdef Index index = scope.rows.index
         cdef uint32_t i, owner = 0, seq = 0
         cdef int64_t opened = -1
@@ -318,14 +360,15 @@ cdef class StoreScan:
                     opened = -1
                     index.open_table(runs.slots[owner], &table)
                     opened = owner
-                entry = table_entry(&table, seq)
-                if entry == NULL or entry.vector_row != hits[i].row + 1 \
-                        or entry.flags & KALOS_ENTRY_DEAD or scope.rows.is_dead(hits[i].row):
+                if seq >= table.image.num_entries:  # a rollback
                     gone.append(hits[i].row)
                     continue
-                copy = entry[0]
-                index.check_entry(&copy, seq)
-                out.append((hits[i].score, seq if scope.turns else copy.sum, table.slot_off, seq,
+                read_entry(index, &table, seq, &entry)
+                if entry.vector_row != hits[i].row + 1 or entry.flags & KALOS_ENTRY_DEAD \
+                        or scope.rows.is_dead(hits[i].row):
+                    gone.append(hits[i].row)
+                    continue
+                out.append((hits[i].score, seq if scope.turns else entry.sum, table.slot_off, seq,
                             owner))
         finally:
             if opened >= 0:

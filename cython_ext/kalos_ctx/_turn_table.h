@@ -266,6 +266,62 @@ uint64_t last_user_turn(const Turns& turns, uint64_t begin, uint64_t end) {
   return end;
 }
 
+// A session as it is planned: where it lies, or through a view.
+struct history {
+  bool plain;
+  table_turns table;
+  view_turns view;
+};
+
+inline kalos_history_plan plan_any(const history& turns, const kalos_plan_request& request,
+                                   kalos_plan_resume* resume) {
+  return turns.plain ? plan_history(turns.table, request, resume)
+                     : plan_history(turns.view, request, resume);
+}
+
+inline uint64_t repeated_any(const history& turns, const kalos_history_plan& plan,
+                             uint64_t* before) {
+  return turns.plain ? repeated_role(turns.table, plan.begin, plan.end, before)
+                     : repeated_role(turns.view, plan.begin, plan.end, before);
+}
+
+inline uint64_t last_user_any(const history& turns, const kalos_history_plan& plan) {
+  return turns.plain ? last_user_turn(turns.table, plan.begin, plan.end)
+                     : last_user_turn(turns.view, plan.begin, plan.end);
+}
+
+// Tokens of the newest unit that takes any.
+inline uint64_t newest_unit_any(const history& turns) {
+  if (turns.plain) {
+    const uint64_t n = turns.table.num_turns();
+    return n ? turns.table.sum_before(n) - turns.table.sum_before(n - 1) : 0;
+  }
+  uint64_t n = turns.view.num_turns();
+  while (n > 0 && is_absent(turns.view, n - 1)) --n;
+  if (n == 0) return 0;
+  const unit_span unit = unit_of(turns.view, n - 1);
+  return turns.view.sum_before(unit.end) - turns.view.sum_before(unit.begin);
+}
+
+// Adds the turns [from, to) of a plan, which lie in its kept run. Returns as add_table_turns.
+inline int64_t add_turns_any(const history& turns, const kalos_history_plan& plan, uint64_t from,
+                             uint64_t to, span_list* list) {
+  if (from >= to) return 0;
+  const uint64_t offset = from == plan.begin ? plan.offset : 0;
+  if (turns.plain) return add_table_turns(turns.table, from, to, offset, list);
+  const view_turns& view = turns.view;
+  if (from == plan.begin && plan.call != KALOS_PLAN_NONE) {
+    const uint64_t length = position_of(view, plan.call + 1) - position_of(view, plan.call);
+    if (!add_view_item(view, plan.call, length, 0, list)) return 1;
+  }
+  for (uint64_t t = from; t < to; ++t) {
+    if (is_absent(view, t)) continue;
+    if (!add_view_item(view, t, view_length(view, t, plan.end), t == from ? offset : 0, list))
+      return 1;
+  }
+  return 0;
+}
+
 // Copies a run and returns the checksum of what was copied.
 inline uint32_t copy_checked(int32_t* to, const void* from, uint64_t n) {
   memcpy(to, from, n * 4);

@@ -2,8 +2,8 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 
-from kalos_ctx._index cimport Index
-from kalos_ctx._layout cimport kalos_row
+from kalos_ctx._index cimport EntryTable, Index
+from kalos_ctx._layout cimport kalos_entry, kalos_row
 from kalos_ctx._log cimport Log
 from kalos_ctx._reader cimport StoreReader
 from kalos_ctx._segment cimport SegmentSet
@@ -32,6 +32,9 @@ cdef class RowMap:
     cdef int verify(self, uint64_t start, uint64_t count) except -1
     cdef bint entry_gone(self, uint64_t row) except -1
 
+# Copy a checked entry out of a slot's table.
+cdef int read_entry(Index index, const EntryTable* table, uint32_t seq, kalos_entry* out) except -1
+
 cdef enum:
     FACTOR_STRIDE = 16              # sizeof(kalos_row)
 
@@ -51,6 +54,8 @@ cdef class Runs:
 
 # The vectors of one slot's living entries, extended as the slot grows.
 cdef class EntryRows:
+    cdef Index index                # the generation that the slot offset is of
+    cdef Log log
     cdef readonly uint64_t slot_off
     cdef readonly bint turns        # a session's: IDs are seqs
     cdef readonly uint32_t count    # entries that were looked at
@@ -65,5 +70,5 @@ cdef class RowFiles:
     cdef object lock
     cdef RowMap map                 # newest
     cdef dict slots                 # slot offset -> EntryRows, oldest use first
-    cdef RowMap at_least(self, uint64_t num_rows)
-    cdef EntryRows rows_of(self, uint64_t slot_off, bint turns)
+    cdef RowMap at_least(self, Index index, uint64_t num_rows)
+    cdef EntryRows rows_of(self, Index index, Log log, uint64_t slot_off, bint turns)

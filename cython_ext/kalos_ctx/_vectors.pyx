@@ -20,7 +20,7 @@ from kalos_ctx._layout cimport (
     KALOS_DTYPE_FLOAT16, KALOS_ENTRY_DEAD, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TTL, KALOS_IMAGE_DEAD,
     KALOS_METRIC_COSINE, kalos_crc32c, kalos_entry, kalos_image,
 )
-from kalos_ctx._log cimport kalos_sections
+from kalos_ctx._log cimport kalos_row_holds, kalos_sections
 
 from kalos_ctx.errors import (
     DimensionMismatch, InvalidArgument, InvalidType, NonFiniteVector, StoreCorrupt,
@@ -37,8 +37,14 @@ cdef extern from "_rowmath.h" nogil:
 cdef extern from *:
     """
     #define KALOS_LOAD_RELAXED(p) __atomic_load_n((p), __ATOMIC_RELAXED)
+    #define KALOS_REREAD() __asm__ volatile("" ::: "memory")
     """
     uint64_t KALOS_LOAD_RELAXED(const uint64_t* p) nogil
+    void KALOS_REREAD() nogil
+
+class StoreMoved(Exception):
+    """The store went on in another generation while one call looked at it; the call begins anew."""
+
 
 CheckedRows = namedtuple("CheckedRows", ["stored", "factors", "zero"])
 cdef size_t SLOTS_KEPT = 16384  # slots whose runs a process remembers
@@ -154,7 +160,9 @@ cdef class RowMap:
         self.index.dead.check((num_rows + 63) // 64 * 8)
         self.infos = <const kalos_row*>self.index.rows.base
         self.dead = <const uint64_t*>self.index.dead.base
-        num_segments = (num_rows + self.rows_per_segment - 1) // self.rows_per_segment
+        num_segments = 0
+        if num_rows:  # without a row the layout may not be known yet
+            num_segments = (num_rows + self.rows_per_segment - 1) // self.rows_per_segment
         self.segments = <const void**>malloc(num_segments * sizeof(void*) + 1)
         self.factors = <const float**>malloc(num_segments * sizeof(void*) + 1)
         if self.segments == NULL or self.factors == NULL:
@@ -173,13 +181,18 @@ cdef class RowMap:
         return KALOS_LOAD_RELAXED(&self.dead[row // 64]) >> (row % 64) & 1
 
     cdef bint entry_gone(self, uint64_t row) except -1:
-        """Whether the row was deleted meanwhile; its entry says so before its bit does."""
+        """Whether the row was deleted meanwhile: its entry or the row itself says so before its bit does."""
         cdef const kalos_entry* entry
-        if self.is_dead(row):
-            return True
-        if self.infos[row].entry == 0:
+        cdef uint64_t place
+        cdef int dead, tries
+        for tries in range(1000):  # a writer may be between the row's words
+            if kalos_row_holds(&self.infos[row], row, &place, &dead):
+                break
+        else:
             return False
-        entry = <const kalos_entry*>self.index.at(self.infos[row].entry, sizeof(kalos_entry))
+        if dead or place == 0:
+            return dead
+        entry = <const kalos_entry*>self.index.at(place, sizeof(kalos_entry))
         return entry.flags & KALOS_ENTRY_DEAD and entry.vector_row == row + 1
 
     cdef int verify(self, uint64_t start, uint64_t count) except -1:
@@ -216,15 +229,18 @@ cdef class RowMap:
 
 
 cdef int64_t first_flaw(RowMap m, uint64_t row, uint64_t stop, float* scratch) noexcept nogil:
-    """The first row from `row` on that is alive and does not hold, or -1."""
+    """The first row from `row` on that does not hold, alive or dead, or -1."""
     cdef uint64_t nbytes = m.dim * (2 if m.half else 4)
     cdef uint64_t mode = kalos_fp_enter()
     cdef int64_t bad = -1
+    cdef uint64_t place
+    cdef int dead
     cdef const char* p
     while row < stop:
         p = <const char*>m.segments[row // m.rows_per_segment] \
             + row % m.rows_per_segment * m.stride_nbytes
-        if not m.is_dead(row) and (
+        if not kalos_row_holds(&m.infos[row], row, &place, &dead) or dead != m.is_dead(row) \
+                or not dead and (
                 kalos_crc32c(0, p, nbytes) != m.infos[row].crc
                 or (m.check_factors
                     and kalos_stored_factor(p, m.dim, m.half, scratch) != m.infos[row].factor)):
@@ -233,6 +249,19 @@ cdef int64_t first_flaw(RowMap m, uint64_t row, uint64_t stop, float* scratch) n
         row += 1
     kalos_fp_leave(mode)
     return bad
+
+
+cdef int read_entry(Index index, const EntryTable* table, uint32_t seq, kalos_entry* out) except -1:
+    """Copy a checked entry; one that is being marked as deleted is read until it is whole."""
+    cdef const kalos_entry* entry = table_entry(table, seq)
+    cdef int i
+    if entry != NULL:
+        for i in range(1000):
+            out[0] = entry[0]
+            if out.crc == kalos_crc32c(0, out, sizeof(kalos_entry) - 4) and out.seq == seq:
+                return 0
+            KALOS_REREAD()
+    return index.check_entry(entry, seq)
 
 
 # ---- Rows of slots ------------------------------------------------------------------------------
@@ -307,6 +336,8 @@ cdef class Runs:
 
     def single(self, seqs, rows):
         """Runs of entries of one slot, given by seq and row; used where IDs need no edges."""
+        if not len(rows):
+            return runs_of(self.slots, np.empty((0, 6), np.uint64), self.ids)
         order = np.argsort(rows, kind="stable")
         rows, seqs = rows[order], seqs[order].astype(np.uint64)
         begins = np.flatnonzero(np.concatenate((
@@ -381,7 +412,9 @@ def ids_ascend(Runs runs not None):
 cdef class EntryRows:
     """Rows of one slot's entries that have a vector and live; follows the slot."""
 
-    def __init__(self, uint64_t slot_off, bint turns):
+    def __init__(self, Index index not None, Log log not None, uint64_t slot_off, bint turns):
+        self.index = index
+        self.log = log
         self.slot_off = slot_off
         self.turns = turns
         self.forget()
@@ -395,22 +428,30 @@ cdef class EntryRows:
     cdef int follow(self, RowFiles files) except -1:
         """Bring the runs up to the slot's present entries."""
         cdef kalos_image image
-        files.reader.index.read_image(self.slot_off, &image)
+        self.index.read_image(self.slot_off, &image)
         # A collection only loses entries that stay in their place, which the bitmap says.
         if image.num_entries < self.count or (self.turns and image.epoch != self.epoch):
             self.forget()
         self.epoch = image.epoch
         if image.num_entries > self.count:
-            self.extend(files, image.num_entries)
+            try:
+                self.extend(files, image.num_entries)
+            except StoreCorrupt:
+                # An erasure zeroes rows behind the slot's end.
+                self.index.read_image(self.slot_off, &image)
+                if not image.flags & KALOS_IMAGE_DEAD:
+                    raise
+                self.forget()
         return 0
 
     cdef int extend(self, RowFiles files, uint32_t count) except -1:
         """Take in the entries behind those known. On an error nothing changes."""
         cdef EntryTable table
-        cdef const kalos_entry* entry
+        cdef kalos_entry copy
+        cdef kalos_entry* entry = &copy
         cdef uint32_t seq, at = 0
         cdef uint64_t row, id, last = 0, top = 0
-        cdef Index index = files.reader.index
+        cdef Index index = self.index
         cdef RowMap rows
         cdef kalos_sections sections
         fresh = np.empty((count - self.count, 6), np.uint64)
@@ -419,8 +460,7 @@ cdef class EntryRows:
         index.open_table(self.slot_off, &table)
         try:
             for seq in range(self.count, min(count, table.image.num_entries)):
-                entry = table_entry(&table, seq)
-                index.check_entry(entry, seq)
+                read_entry(index, &table, seq, entry)
                 if entry.vector_row == 0 or entry.flags & (KALOS_ENTRY_DEAD | KALOS_ENTRY_ORPHAN):
                     continue
                 row = entry.vector_row - 1
@@ -435,12 +475,12 @@ cdef class EntryRows:
                 last = row
                 top = max(top, row + 1)
                 if entry.flags & KALOS_ENTRY_TTL:
-                    files.reader.log.sections(entry.lsn, &sections)
+                    self.log.sections(entry.lsn, &sections)
                     expiries[seq] = sections.change.expires_at
         finally:
             table_clear(&table)
         if at:
-            rows = files.at_least(top)
+            rows = files.at_least(index, top)
             for i in range(at):
                 rows.verify(runs[i, 0], runs[i, 1])
             self.append(fresh[:at])
@@ -477,28 +517,49 @@ cdef class RowFiles:
         self.map = None
         self.slots = {}
 
-    cdef RowMap at_least(self, uint64_t num_rows):
-        """A map of the present generation with at least so many rows."""
+    cdef RowMap at_least(self, Index index, uint64_t num_rows):
+        """A map of a generation with at least so many rows. Call with the lock held.
+
+        Raises
+        ------
+        StoreMoved
+            The generation is not the present one any more.
+        """
         cdef RowMap rows = self.map
-        if rows is None or rows.index is not self.reader.index or rows.num_rows < num_rows:
+        if rows is None or rows.index is not index or rows.num_rows < num_rows:
+            if self.reader.index is not index:
+                raise StoreMoved()
             rows = RowMap.__new__(RowMap)
             rows.take(self.reader, max(num_rows, self.reader.control.word(WORD_ROWS)))
+            if rows.index is not index:
+                raise StoreMoved()
             self.map = rows
         return rows
 
-    cdef EntryRows rows_of(self, uint64_t slot_off, bint turns):
-        """The slot's rows as of now. Call with the lock held."""
-        cdef EntryRows rows
-        if self.map is not None and self.map.index is not self.reader.index:
-            self.slots.clear()
-            self.map = None
-        rows = self.slots.get(slot_off)
-        if rows is None:
+    cdef EntryRows rows_of(self, Index index, Log log, uint64_t slot_off, bint turns):
+        """A slot's rows as of now. Call with the lock held."""
+        cdef EntryRows rows = self.slots.get(slot_off)
+        if rows is None or rows.index is not index:
+            rows = EntryRows(index, log, slot_off, turns)
+            rows.follow(self)
             if <size_t>len(self.slots) >= SLOTS_KEPT:
                 del self.slots[next(iter(self.slots))]
-            rows = EntryRows(slot_off, turns)
-            rows.follow(self)
             self.slots[slot_off] = rows
         else:
             rows.follow(self)
         return rows
+
+    def runs_of_slot(self, uint64_t slot_off, bint turns):
+        """The rows of a slot's living entries as of now, checked.
+
+        Returns
+        -------
+        Runs
+
+        Raises
+        ------
+        StoreCorrupt
+        """
+        with self.lock:
+            self.reader.enter()
+            return self.rows_of(self.reader.index, self.reader.log, slot_off, turns).runs

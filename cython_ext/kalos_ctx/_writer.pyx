@@ -20,9 +20,9 @@ from kalos_ctx._layout cimport (
     KALOS_IMAGE_DEAD, KALOS_IMAGE_FORKED, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_IMAGE_VECTORS,
     KALOS_KIND_DROP, KALOS_KIND_ERASE, KALOS_KIND_FORK, KALOS_KIND_IMAGE, KALOS_KIND_PASSAGE,
     KALOS_KIND_ROLLBACK, KALOS_KIND_SEGMENTS, KALOS_KIND_SLOT, KALOS_KIND_SUMMARIES, KALOS_KIND_TABLES,
-    KALOS_KIND_TURN, KALOS_ROLE_ASSISTANT, KALOS_ROLE_TOOL, KALOS_ROLE_USER, KALOS_SLOT_BLOCK_SHIFT,
-    KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, KALOS_SLOT_TENANT, kalos_bucket, kalos_change,
-    kalos_crc32c, kalos_entry, kalos_extent, kalos_hash_name, kalos_image, kalos_item, kalos_record,
+    KALOS_KIND_TURN, KALOS_ROLE_ASSISTANT, KALOS_ROLE_FUNCTION, KALOS_ROLE_TOOL, KALOS_ROLE_USER,
+    KALOS_SLOT_BLOCK_SHIFT, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, KALOS_SLOT_TENANT, kalos_bucket,
+    kalos_change, kalos_crc32c, kalos_entry, kalos_extent, kalos_hash_name, kalos_image, kalos_item, kalos_record,
     kalos_roots, kalos_seal, kalos_slot,
 )
 from kalos_ctx._log cimport kalos_round_up, kalos_sections
@@ -152,20 +152,21 @@ cdef class StoreWriter(WritableStore):
         """Which unit a new turn closes (CONTRACT.md: group, tool results), and the group's buckets."""
         cdef uint32_t seq = s.image.num_entries, first = seq
         cdef bint orphan = False
+        cdef bint result = d.role == KALOS_ROLE_TOOL or d.role == KALOS_ROLE_FUNCTION
         cdef bytes group = d.group
         if d.trim_prev and seq:
             first = min(first, self.unit_start(s, seq - 1))
         if group is not None:
-            member = self.group_member(s, c"g", group)
-            if member < 0:
-                c.group_bucket = self.claim_key(s, c"g", group, seq)
-            else:
+            orphan = result and self.group_member(s, c"c", group) < 0
+            # An orphan is in no unit, so it begins no group either.
+            member = -1 if orphan else self.group_member(s, c"g", group)
+            if member >= 0:
                 first = min(first, self.unit_start(s, member))
-            if d.role == KALOS_ROLE_TOOL:
-                orphan = self.group_member(s, c"c", group) < 0
-            elif d.role == KALOS_ROLE_ASSISTANT and self.group_member(s, c"c", group) < 0:
+            elif not orphan:
+                c.group_bucket = self.claim_key(s, c"g", group, seq)
+            if d.role == KALOS_ROLE_ASSISTANT and self.group_member(s, c"c", group) < 0:
                 c.call_bucket = self.claim_key(s, c"c", group, seq)
-        elif d.role == KALOS_ROLE_TOOL:
+        elif result:
             orphan = s.image.last_assistant == 0
             if not orphan:
                 first = min(first, self.unit_start(s, s.image.last_assistant - 1))
@@ -198,7 +199,7 @@ cdef class StoreWriter(WritableStore):
             return -1
         for seq in range(min(s.image.shared_below, s.base)):
             e = self.entry_at(s, seq)
-            if e.flags & KALOS_ENTRY_GROUPED and (what == c"g" or e.role == KALOS_ROLE_ASSISTANT):
+            if e.flags & KALOS_ENTRY_GROUPED and not e.flags & KALOS_ENTRY_ORPHAN and (what == c"g" or e.role == KALOS_ROLE_ASSISTANT):
                 self.log.sections(e.lsn, &found)
                 if found.change.group_len == <uint32_t>len(group) \
                         and memcmp(found.group, <const char*>group, len(group)) == 0:
@@ -412,7 +413,7 @@ cdef class StoreWriter(WritableStore):
                 gone = s.image.num_entries - to
                 self.change_of(&s, &c)
                 memset(&p, 0, sizeof(p))
-                shared = self.shared_lsns(&s, to)
+                shared = shared_lsns(self, &s, to)
                 c.table_len = <uint32_t>len(shared)
                 p.table = shared
                 self.keep_entries(&s, to, &c, &p)
@@ -426,18 +427,6 @@ cdef class StoreWriter(WritableStore):
                 self.close_stage(&s)
         self.finish()
         return gone
-
-    cdef bytes shared_lsns(self, Stage* s, uint32_t to):
-        """Positions of the shared entries from `to` on, for the record of a rollback.
-
-        They lie in no record of this slot, and once the rollback is done no entry of it names them; its
-        erasure has to know them all the same where it comes after the parent's.
-        """
-        cdef uint32_t seq
-        if not s.image.flags & KALOS_IMAGE_FORKED:
-            return b""
-        lsns = [self.entry_at(s, seq).lsn for seq in range(to, min(s.image.shared_below, s.base))]
-        return struct.pack(f"<{len(lsns)}Q", *lsns)
 
     cdef int keep_entries(self, Stage* s, uint32_t to, kalos_change* c, Parts* p) except -1:
         """Cut the stage's entries to those below `to`; what is shared is never written over again."""
@@ -822,7 +811,8 @@ cdef class StoreWriter(WritableStore):
             lsns.add(lsn)
             self.log.sections(lsn, &found)
             if self.log.record(lsn).kind == KALOS_KIND_ROLLBACK and found.table != NULL:
-                lsns.update(at for at, in struct.iter_unpack("<Q", found.table[:found.change.table_len]))
+                lsns.update(struct.unpack(f"<{found.change.table_len // 8}Q",
+                                          found.table[:found.change.table_len]))
             lsn = found.change.prev_lsn
         if s.image.flags & KALOS_IMAGE_FORKED:
             lsns -= self.held_by_family(s.image.family, s.image.slot_id)
@@ -856,6 +846,19 @@ cdef class StoreWriter(WritableStore):
 cdef uint64_t hash_of(StoreWriter self, uint32_t kind, bytes tenant, bytes name) noexcept:
     return kalos_hash_name(self.control.head.salt, kind, <const char*>tenant, len(tenant),
                            <const char*>name, len(name))
+
+
+cdef bytes shared_lsns(StoreWriter self, Stage* s, uint32_t to):
+    """Positions of the shared entries from `to` on, for the record of a rollback.
+
+    They lie in no record of this slot, and once the rollback is done no entry of it names them; its
+    erasure has to know them all the same where it comes after the parent's.
+    """
+    cdef uint32_t seq
+    if not s.image.flags & KALOS_IMAGE_FORKED:
+        return b""
+    lsns = [self.entry_at(s, seq).lsn for seq in range(to, min(s.image.shared_below, s.base))]
+    return struct.pack(f"<{len(lsns)}Q", *lsns)
 
 
 cdef int fill_texts(Draft d, kalos_change* c, Parts* p) noexcept:

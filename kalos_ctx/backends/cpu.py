@@ -1,0 +1,234 @@
+"""Recall on the CPU, over the rows where they lie in the store's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kalos_ctx import arguments, filters
+from kalos_ctx._cpu_ops import MAX_HITS
+from kalos_ctx._store_scan import StoreScan, lower_bound
+from kalos_ctx.errors import (
+    InvalidType,
+    SessionExpired,
+    SessionNotFound,
+    StoreCorrupt,
+    StoreIOError,
+)
+from kalos_ctx.types import Hits
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from kalos_ctx._store_scan import Hit, Scope
+    from kalos_ctx._vectors import Runs
+    from kalos_ctx.store import SessionStore
+
+SESSION_SOURCE = "session"
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What a recall found.
+
+    Attributes
+    ----------
+    hits : Hits
+    places : list of (int, int, bool)
+        For each hit: its slot's offset in the index, its seq there, whether it is a turn.
+    generation : int
+        Of the store's files, in which the places hold.
+    """
+
+    hits: Hits
+    places: list[tuple[int, int, bool]]
+    generation: int
+
+
+class CpuBackend:
+    """Exact recall from a store, without a GPU.
+
+    Thread-safe; scans release the GIL and share the process's helper threads. Rows that other
+    threads or processes add or delete are seen by the next call.
+
+    Parameters
+    ----------
+    store : SessionStore
+        Reader or writer.
+    """
+
+    name = "cpu"
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self._core = store._core
+        self._scan = StoreScan(self._core)
+        self._metadata = filters.MetadataIndexes(self._core)
+
+    def recall(
+        self,
+        query: ArrayLike,
+        *,
+        tenant: bytes = b"",
+        top_k: int,
+        collections: tuple[bytes, ...] = (),
+        session: bytes | None = None,
+        min_score: float | None = None,
+        filters: Mapping[str, Any] | None = None,
+        as_of: int | None = None,
+    ) -> Recalled:
+        """Find the passages, and the session's own turns, that score best.
+
+        Parameters
+        ----------
+        query : float array-like of shape (D,) or (B, D)
+            Rounded to float32. Under cosine a zero query recalls nothing, and `hits.reason` says
+            `"zero_query"`.
+        tenant : bytes
+            Nothing of another tenant is looked at.
+        top_k : int
+            Most hits a query, 0 to 1,024.
+        collections : tuple of bytes
+            Whose passages are searched. One that has no passage yet gives none.
+        session : bytes, optional
+            Whose own turns with vectors are searched too. Expired ones are left out.
+        min_score : float, optional
+            Inclusive; None for no bound.
+        filters : mapping, optional
+            Metadata field to value or list of values, as `kalos_ctx.filters` says. They apply to
+            the session's turns as well.
+        as_of : int, optional
+            Only turns with a smaller seq.
+
+        Returns
+        -------
+        Recalled
+            Exactly min(top_k, rows that pass) hits a query, by score, then by ID; of a turn and a
+            passage with one ID the passage stands first.
+
+        Raises
+        ------
+        DimensionMismatch, NonFiniteVector, UnknownField, SessionNotFound, SessionExpired,
+        StoreCorrupt, StoreClosed, InvalidArgument, InvalidType
+        """
+        k = arguments.whole(top_k, "top_k", 0, MAX_HITS)
+        names = _names(collections)
+        bound = lower_bound(min_score)
+        wanted = _checked(filters)
+        if as_of is not None:
+            as_of = arguments.whole(as_of, "as_of")
+        prepared, zero = self._scan.prepare(query)
+        while True:
+            generation = self._core.generation
+            try:
+                scopes = self._scopes(tenant, names, session, wanted, as_of)
+            except (StoreCorrupt, StoreIOError):
+                # The files of a generation that was left may be gone.
+                if generation == self._core.generation:
+                    raise
+                continue
+            found = [
+                self._scan.best(scope, runs, prepared, zero, k, bound) for scope, runs in scopes
+            ]
+            # None: a slot was erased or the store moved to other files meanwhile.
+            if None not in found and generation == self._core.generation:
+                break
+        hits = cast("list[list[list[Hit]]]", found)
+        ranked = [_merged(hits, query, k) for query in range(len(prepared))]
+        return _recalled(scopes, ranked, zero, generation)
+
+    def _scopes(
+        self,
+        tenant: bytes,
+        names: tuple[bytes, ...],
+        session: bytes | None,
+        wanted: filters.Checked | None,
+        as_of: int | None,
+    ) -> list[tuple[Scope, Runs]]:
+        """What is scanned: each scope with those of its rows that pass."""
+        scopes = []
+        if names:
+            scope = self._scan.collections(tenant, names)
+            scopes.append((scope, scope.runs))
+        if session is not None:
+            own = self._scan.session(tenant, session)
+            if own is None:
+                raise SessionNotFound("there is no such session in this tenant")
+            scopes.append((own, self._own_turns(own, tenant, session, as_of)))
+        if wanted is None:
+            return scopes
+        indexes = {slot: self._metadata.of(slot) for scope, _ in scopes for slot in scope.slots}
+        filters.require_known(wanted, list(indexes.values()))
+        passing = {slot: index.passing(wanted) for slot, index in indexes.items()}
+        return [(scope, scope.filtered(runs, passing)) for scope, runs in scopes]
+
+    def _own_turns(self, scope: Scope, tenant: bytes, session: bytes, as_of: int | None) -> Runs:
+        """The session's turns before `as_of` that have not expired."""
+        runs = scope.runs
+        now = self._store._clock()
+        expired = [seq for seq, at in scope.expiries.items() if at <= now]
+        if expired:
+            state = self._core.slot_state(1, tenant, session)
+            if state and state["expires_at"] is not None and state["expires_at"] <= now:
+                raise SessionExpired("every turn of the session has expired")
+        if as_of is None and not expired:
+            return runs
+        seqs: NDArray[np.uint32] = runs.every_seq()
+        if as_of is not None:
+            seqs = seqs[seqs < as_of]
+        if expired:
+            seqs = seqs[~np.isin(seqs, np.array(expired, np.uint32))]
+        return runs.picked(seqs)
+
+
+def _names(collections: Any) -> tuple[bytes, ...]:
+    if isinstance(collections, str | bytes) or not hasattr(collections, "__iter__"):
+        raise InvalidType("collections must be a sequence of names")
+    return tuple(dict.fromkeys(arguments.name_bytes(name, "collections") for name in collections))
+
+
+def _checked(wanted: Any) -> filters.Checked | None:
+    return filters.checked(wanted)
+
+
+def _merged(found: list[list[list[Hit]]], query: int, k: int) -> list[tuple[Hit, int]]:
+    """The best hits of one query over all scopes, each with its scope's place."""
+    # Passages come before turns, and the sort is stable.
+    ranked = [(hit, at) for at, hits in enumerate(found) for hit in hits[query]]
+    if len(found) > 1:
+        ranked.sort(key=lambda one: (-one[0][0], one[0][1]))
+        del ranked[k:]
+    return ranked
+
+
+def _recalled(
+    scopes: list[tuple[Scope, Runs]],
+    ranked: list[list[tuple[Hit, int]]],
+    zero: list[int],
+    generation: int,
+) -> Recalled:
+    ids: list[int] = []
+    scores: list[float] = []
+    sources: list[str | bytes] = []
+    places: list[tuple[int, int, bool]] = []
+    labels = [
+        [SESSION_SOURCE if scope.turns else arguments.name_out(name) for name in scope.names]
+        for scope, _ in scopes
+    ]
+    for hits in ranked:
+        for (score, entry_id, slot, seq, owner), at in hits:
+            scores.append(score)
+            ids.append(entry_id)
+            sources.append(labels[at][owner])
+            places.append((slot, seq, scopes[at][0].turns))
+    found = Hits(
+        ids=np.array(ids, np.uint64),
+        scores=np.array(scores, np.float32),
+        counts=np.array([len(hits) for hits in ranked], np.int64),
+        sources=cast("tuple[str, ...]", tuple(sources)),
+        reason="zero_query" if zero else None,
+    )
+    return Recalled(found, places, generation)

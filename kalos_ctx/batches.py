@@ -1,0 +1,173 @@
+"""Several windows as one batch: packed, or padded to one length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kalos_ctx import arguments
+from kalos_ctx.errors import InvalidArgument, InvalidType, KalosError, PoolExhausted, WindowReleased
+
+if TYPE_CHECKING:
+    from kalos_ctx._assembler import ContextWindow
+    from kalos_ctx.assembler import ContextAssembler
+
+LAYOUTS = ("packed", "left", "right")
+FIELDS = frozenset(
+    {
+        "session", "tenant", "max_tokens", "reserve", "query", "top_k", "collections",
+        "session_recall", "min_score", "filters", "placement", "recall_role", "as_of", "policy",
+        "stream", "out",
+    }
+)  # fmt: skip
+
+
+class ContextBatch:
+    """Windows of several requests, and their tokens in one array.
+
+    Indexing, iteration and `len` give the windows, or the errors that stand in their place; an
+    error's row is empty. `release()` (or the end of a `with` block) frees all windows; arrays stay.
+
+    Attributes
+    ----------
+    layout : {"packed", "left", "right"}
+    token_ids : int32 array of shape (total,), or (n, longest)
+    cu_seqlens : int32 array of shape (n + 1,)
+        Where each window begins and ends in a packed batch.
+    positions : int32 array of shape (total,)
+        Places in each window, from 0; packed.
+    attention_mask : int32 array of shape (n, longest)
+        1 for tokens, 0 for padding, from lengths; padded layouts.
+    position_ids : int32 array of shape (n, longest)
+        Places in each window, 0 in the padding; padded layouts.
+    """
+
+    def __init__(
+        self, windows: Sequence[ContextWindow | KalosError], layout: str, pad_id: int | None
+    ) -> None:
+        self._windows = tuple(windows)
+        self.layout = layout
+        rows = [
+            np.empty(0, np.int32) if isinstance(window, KalosError) else window.token_ids
+            for window in windows
+        ]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        if layout == "packed":
+            self._pack(rows, lengths)
+        else:
+            self._pad(rows, lengths, pad_id or 0)
+        self.released = False
+
+    def _pack(self, rows: list[NDArray[np.int32]], lengths: NDArray[np.int64]) -> None:
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        if ends[-1] > np.iinfo(np.int32).max:
+            raise InvalidArgument(
+                f"requests must have at most {np.iinfo(np.int32).max} tokens together "
+                f"(got {ends[-1]})"
+            )
+        self.cu_seqlens = ends.astype(np.int32)
+        self.token_ids = np.concatenate([np.empty(0, np.int32), *rows])
+        places = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+        self.positions = places.astype(np.int32)
+
+    def _pad(
+        self, rows: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad_id: int
+    ) -> None:
+        longest = int(lengths.max(initial=0))
+        columns = np.arange(longest)
+        first = (longest - lengths if self.layout == "left" else np.zeros_like(lengths))[:, None]
+        holds = (columns >= first) & (columns < first + lengths[:, None])
+        self.token_ids = np.full((len(rows), longest), pad_id, np.int32)
+        self.token_ids[holds] = np.concatenate([np.empty(0, np.int32), *rows])
+        self.attention_mask = holds.astype(np.int32)
+        self.position_ids = np.where(holds, columns - first, 0).astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> ContextWindow | KalosError:
+        if self.released:
+            raise WindowReleased("the batch was released; use its arrays, or build it again")
+        return self._windows[index]
+
+    def __iter__(self) -> Iterator[ContextWindow | KalosError]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export `token_ids` without a copy, as the array API's `__dlpack__` says."""
+        return self.token_ids.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Say where the tokens are: (1, 0), the CPU."""
+        return self.token_ids.__dlpack_device__()  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Free all windows. Idempotent; the batch's arrays stay valid."""
+        self.released = True
+        for window in self._windows:
+            if not isinstance(window, KalosError):
+                window.release()
+
+    def __enter__(self) -> ContextBatch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<ContextBatch of {len(self)} windows, {self.layout}>"
+
+
+def build_batch(
+    assembler: ContextAssembler, requests: Any, *, layout: Any, pad_id: Any, on_error: Any
+) -> ContextBatch:
+    """Build a batch; `ContextAssembler.assemble_batch` describes it."""
+    arguments.choice(layout, "layout", LAYOUTS)
+    arguments.choice(on_error, "on_error", ("raise", "return"))
+    if pad_id is not None:
+        arguments.whole(pad_id, "pad_id", 0, 2**31 - 1)
+    elif layout != "packed":
+        raise InvalidArgument(f"layout {layout!r} needs a pad_id")
+    rows = _checked_requests(requests)
+    if len(rows) > assembler.pool.slots:
+        raise PoolExhausted(
+            f"{len(rows)} requests need a window slot each, and the assembler has "
+            f"{assembler.pool.slots}: make it with more slots"
+        )
+    windows: list[ContextWindow | KalosError] = []
+    try:
+        for place, row in enumerate(rows):
+            try:
+                windows.append(assembler.assemble(**row))
+            except KalosError as error:
+                error.add_note(f"requests[{place}]")
+                if on_error == "raise":
+                    raise
+                windows.append(error)
+        return ContextBatch(windows, layout, pad_id)
+    except BaseException:
+        for window in windows:
+            if not isinstance(window, KalosError):
+                window.release()
+        raise
+
+
+def _checked_requests(requests: Any) -> list[dict[str, Any]]:
+    if isinstance(requests, (Mapping, str, bytes)) or not hasattr(requests, "__iter__"):
+        raise InvalidType("requests must be a sequence of mappings")
+    rows = []
+    for place, row in enumerate(requests):
+        if not isinstance(row, Mapping):
+            raise InvalidType(f"requests[{place}] must be a mapping (got {type(row).__name__})")
+        unknown = sorted(str(field) for field in row.keys() - FIELDS)
+        if unknown:
+            raise InvalidArgument(f"requests[{place}] has unknown fields: {', '.join(unknown)}")
+        missing = {"session", "max_tokens"} - row.keys()
+        if missing:
+            raise InvalidArgument(f"requests[{place}] has no {', '.join(sorted(missing))}")
+        rows.append(dict(row))
+    return rows
