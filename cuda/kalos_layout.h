@@ -134,7 +134,7 @@ KALOS_STATIC_ASSERT(sizeof(kalos_image) == 120, "kalos_image");
 // Two images, written in turn: image[version & 1] is the valid one, so that a writer that dies between
 // leaves the older state readable.
 typedef struct kalos_slot {
-  uint64_t version;
+  uint64_t version;  // sealed with the slot's offset: a flipped bit must not bring the older image back
   uint64_t reserved;
   kalos_image image[2];
 } kalos_slot;
@@ -142,11 +142,13 @@ KALOS_STATIC_ASSERT(sizeof(kalos_slot) == 256, "kalos_slot");
 
 // ---- Hash tables in the arena -----------------------------------------------------------------------
 // Linear probing. value: 48 bits (slot table: arena offset; key table: log position) and 16 bits of check
-// over hash and value; 0 is empty, KALOS_BUCKET_GONE a bucket whose owner was erased.
+// over hash and value; KALOS_BUCKET_EMPTY a bucket never used, KALOS_BUCKET_GONE one whose owner was
+// erased. Zero is none of them, so that a hole in the file is damage and not an absent session.
 typedef struct kalos_bucket {
   uint64_t hash;
   uint64_t value;
 } kalos_bucket;
+#define KALOS_BUCKET_EMPTY ((uint64_t)1)
 #define KALOS_BUCKET_GONE (~(uint64_t)0)
 
 #define KALOS_SLOT_BLOCKS 28u
@@ -175,20 +177,22 @@ typedef struct kalos_index_header {
   uint32_t generation;
   uint32_t crc;         // CRC32C of the bytes before
   uint64_t epoch;       // writer epoch in which the index was last written, | 1 while it is being written
-  uint64_t roots_version;  // roots[roots_version & 1] is valid
-  uint64_t num_slots;
-  uint64_t applied;       // end of the last batch that was applied; trusted within one boot
-  uint8_t reserved[424];
+  uint64_t roots_version;  // sealed; roots[roots_version & 1] is valid
+  uint64_t num_slots;      // sealed
+  uint64_t applied;        // sealed; start of the last batch that was applied, trusted within one boot
+  uint64_t suspect;        // not 0: a read met damage, the next writer builds the index again
+  uint8_t reserved[416];
   kalos_roots roots[2];
 } kalos_index_header;
 KALOS_STATIC_ASSERT(sizeof(kalos_index_header) == 1024, "kalos_index_header");
 
 // ---- Vector rows: what is known of row i -------------------------------------------------------------
 typedef struct kalos_row {
-  uint32_t crc;      // CRC32C of the row's stored bytes
-  float factor;      // the row's factor of the score, DESIGN.md
-  uint64_t entry;    // arena offset of its entry
+  uint32_t crc;    // CRC32C of the row's stored bytes, 0 once it is dead
+  float factor;    // the row's factor of the score, DESIGN.md; 0 once it is dead
+  uint64_t entry;  // arena offset of its entry | KALOS_ROW_DEAD, sealed with the row's number and the above
 } kalos_row;
+#define KALOS_ROW_DEAD ((uint64_t)1)
 KALOS_STATIC_ASSERT(sizeof(kalos_row) == 16, "kalos_row");
 
 // ---- Log --------------------------------------------------------------------------------------------
@@ -196,6 +200,7 @@ KALOS_STATIC_ASSERT(sizeof(kalos_row) == 16, "kalos_row");
 #define KALOS_RECORD_MORE 0x01u         // the batch goes on: apply only when its last record is there
 #define KALOS_RECORD_SCRUBBED 0x02u     // erased: the sections are zeros, body_crc does not bind
 #define KALOS_RECORD_ROOTS 0x04u        // a kalos_roots section follows the change
+#define KALOS_RECORD_SYNCED 0x08u       // all of the log before this record's batch was durable already
 
 #define KALOS_KIND_SLOT 1u       // a session, collection or tenant comes to be
 #define KALOS_KIND_TURN 2u
@@ -348,7 +353,10 @@ typedef struct kalos_state {  // two copies, written in turn; the valid one with
   uint32_t vocab_size;  // 0: any
   kalos_roots roots;    // as of the checkpoint
   uint32_t durability;  // of the writer: 0 process, 1 group, 2 each
-  uint32_t reserved[20];
+  uint32_t reserved0;
+  uint64_t inode;  // of the control file itself: a copied store is noticed
+  uint64_t device;
+  uint32_t reserved[15];
   uint32_t crc;
 } kalos_state;
 KALOS_STATIC_ASSERT(sizeof(kalos_state) == 464, "kalos_state");
@@ -358,6 +366,7 @@ typedef struct kalos_words {  // single words, each with 16 bits of check above 
   uint64_t generation;  // folder of files in use
   uint64_t erasures;    // counts erasures and rollbacks
   uint64_t vector_rows; // rows that readers may scan
+  uint64_t index;       // counts how often the index was replaced by a new one
 } kalos_words;
 
 #endif  // KALOS_LAYOUT_H

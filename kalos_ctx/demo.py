@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,13 @@ from kalos_ctx import demo_data, terminal
 from kalos_ctx.store import SessionStore
 
 if TYPE_CHECKING:
+    from kalos_ctx._assembler import ContextWindow
     from kalos_ctx.assembler import ContextAssembler
+    from kalos_ctx.planner import Policy
 
 LONG_CHAT = "chitchat-ece0ee74"
 COLLECTION = "other chats"
-MAX_TOKENS, RESERVE, TOP_K = 2048, 256, 3
+MAX_TOKENS, RESERVE, TOP_K = 4096, 512, 3
 NUM_ROWS = 8
 CRASH_SESSION = "appended until the kill"
 KILLS = 3
@@ -138,9 +140,10 @@ def replay(store: SessionStore) -> tuple[list[dict[str, Any]], dict[str, Any], s
     Returns
     -------
     windows : list of dict
-        Some of them, spread over the chat.
+        Some of those with recall, spread over the chat.
     reuse : dict
-        Share of prompt tokens that began like the window before: `stable` and `sliding` policy.
+        Share of prompt tokens that began like the window before: `stable` and `sliding` cuts
+        without recall, and `recalling`, stable cuts with it.
     device : str
     """
     from kalos_ctx.assembler import ContextAssembler
@@ -150,18 +153,18 @@ def replay(store: SessionStore) -> tuple[list[dict[str, Any]], dict[str, Any], s
     messages, known = chat["messages"], moments()
     user_turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     wanted = shown_turns([i for i in user_turns if i in known])
+    stable = Policy(generation_prompt=True)
     policies = {
-        "stable": Policy(generation_prompt=True),
+        "stable": stable,
         "sliding": Policy(generation_prompt=True, stable_prefix=False),
+        "recalling": stable,
     }
     tokens, reused = dict.fromkeys(policies, 0), dict.fromkeys(policies, 0)
     rows: list[dict[str, Any]] = []
     query = None
-    with (
-        ContextAssembler(store) as stable,
-        ContextAssembler(store) as sliding,
-    ):
-        assemblers = {"stable": stable, "sliding": sliding}
+    with ExitStack() as stack:
+        # One assembler each, since it compares a window with its own one before.
+        assemblers = {name: stack.enter_context(ContextAssembler(store)) for name in policies}
         for i, message in enumerate(messages):
             turn = as_turn(message)
             store.append(LONG_CHAT, turn["role"], turn["content"])
@@ -169,24 +172,28 @@ def replay(store: SessionStore) -> tuple[list[dict[str, Any]], dict[str, Any], s
             if message["role"] != "user":
                 continue
             for name, policy in policies.items():
-                with _window(assemblers[name], query, policy) as window:
+                asked = query if name == "recalling" else None
+                with _window(assemblers[name], asked, policy) as window:
                     tokens[name] += len(window)
                     reused[name] += window.report.reused_tokens
-                    if name == "stable" and i in wanted:
+                    if name == "recalling" and i in wanted:
                         rows.append(window_row(store, i, window))
-        device = str(stable.device)
+        device = str(assemblers["stable"].device)
     shares = {name: round(reused[name] / tokens[name], 4) for name in policies}
     return rows, {"windows": len(user_turns), "prompt_tokens": tokens, "share": shares}, device
 
 
-def _window(assembler: ContextAssembler, query: Any, policy: Any) -> Any:
+def _window(
+    assembler: ContextAssembler, query: NDArray[np.float32] | None, policy: Policy
+) -> ContextWindow:
+    recalls = query is not None
     return assembler.assemble(
         LONG_CHAT,
         max_tokens=MAX_TOKENS,
         reserve=RESERVE,
         query=query,
-        top_k=TOP_K if query is not None else 0,
-        collections=(COLLECTION,) if query is not None else (),
+        top_k=TOP_K if recalls else 0,
+        collections=(COLLECTION,) if recalls else (),
         policy=policy,
     )
 
@@ -197,22 +204,22 @@ def shown_turns(turns: list[int]) -> set[int]:
     return {turns[(place + 1) * len(turns) // count - 1] for place in range(count)}
 
 
-def window_row(store: SessionStore, turn: int, window: Any) -> dict[str, Any]:
+def window_row(store: SessionStore, turn: int, window: ContextWindow) -> dict[str, Any]:
     """Return what the table says of one window."""
     report = window.report
     kinds = [one.kind for one in report.segments]
-    recalled = [one.id for one in report.segments if one.kind == "passage"]
+    recalled = [one.id for one in report.segments if one.id is not None]
     texts = {
-        int(hit): passage.text
+        hit: passage.text
         for hit, passage in zip(recalled, store.passages(COLLECTION, recalled), strict=True)
     }
     return {
         "turn": turn,
         "tokens": len(window),
         "history_turns": kinds.count("turn"),
-        "reused_tokens": int(report.reused_tokens),
+        "reused_tokens": report.reused_tokens,
         "recalled": [{"id": one, "text": text} for one, text in texts.items()],
-        "timings_us": {name: round(float(us), 1) for name, us in report.timings.items()},
+        "timings_us": {name: round(us, 1) for name, us in report.timings.items()},
     }
 
 
@@ -276,9 +283,11 @@ def acknowledgements(path: Path) -> int:
         count += _counted(pipe, math.inf)
         reason = writer.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
     if not enough or writer.returncode != -signal.SIGKILL:
+        slow = not enough and writer.returncode == -signal.SIGKILL
+        how = "was too slow" if slow else f"ended by itself with status {writer.returncode}"
+        why = f" ({reason})" if reason else ""
         raise terminal.CommandFailed(
-            f"the writer ended by itself after {count} appends "
-            f"({reason or 'it was too slow'}); run 'kalos doctor'"
+            f"the writer {how} after {count} appends{why}; run 'kalos doctor'"
         )
     return count
 
@@ -351,9 +360,11 @@ def print_demo(found: dict[str, Any]) -> None:
     say("")
     share = reuse["share"]
     say(
-        f"Of all prompt tokens, {share['stable']:.1%} began like the window before, so a model's "
-        f"prefix cache can keep them; cutting the oldest turn each time: {share['sliding']:.1%}."
+        f"Of all prompt tokens {share['stable']:.1%} began like the window before, so that a "
+        f"model's prefix cache can keep them; {share['sliding']:.1%} where the oldest turn is cut "
+        f"each time. With recall: {share['recalling']:.1%}, since recalled text is new to it."
     )
+    say("")
     outcome = "nothing was lost" if not crash["lost"] else f"{crash['lost']} were lost"
     say(
         f"A writer was killed with SIGKILL in the middle of its appends, {crash['kills']} times, "

@@ -14,7 +14,7 @@ import json
 import math
 import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,10 @@ class FieldIndex:
                 by_value.setdefault(key, array("I")).append(seq)
             self.num_postings += 1 + len(keys)
 
+    def has(self, field: str) -> bool:
+        """Whether any entry has a field."""
+        return field in self._fields
+
     def holders(self, field: str) -> NDArray[np.uint32]:
         """Return the seqs of the entries that have a field, ascending."""
         known = self._fields.get(field)
@@ -172,17 +176,31 @@ class MetadataIndexes:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._slots: dict[int, FieldIndex] = {}
         self._generation = -1
 
+    def passing(self, slots: Iterable[int], wanted: Checked) -> dict[int, NDArray[np.uint32]]:
+        """Return the seqs of the entries that pass a filter, by slot, ascending.
+
+        Raises
+        ------
+        UnknownField
+            No entry of the slots has a field of the filter.
+        StoreCorrupt
+        """
+        with self._lock:  # an index may not grow while it is read
+            indexes = {slot: self.of(slot) for slot in slots}
+            require_known(wanted, list(indexes.values()))
+            return {slot: index.passing(wanted) for slot, index in indexes.items()}
+
     def of(self, slot_off: int) -> FieldIndex:
-        """Return the index of a slot, up to its present entries."""
+        """Return the index of a slot, up to its present entries. It goes on growing."""
         with self._lock:
             if self._core.generation != self._generation:
                 self._slots.clear()
             self._generation = self._core.generation
-            known = self._followed(self._slots.pop(slot_off, None) or FieldIndex(), slot_off)
+            known = self._followed(self._slots.pop(slot_off, FieldIndex()), slot_off)
             if self._core.generation != self._generation:
                 # The store moved to other files meanwhile. The caller notices too, and asks again.
                 return known
@@ -226,7 +244,7 @@ class MetadataIndexes:
 def require_known(wanted: Checked, indexes: list[FieldIndex]) -> None:
     """Raise UnknownField where a filter names a field that no entry has."""
     for place, (field, _) in enumerate(wanted):
-        if not any(len(index.holders(field)) for index in indexes):
+        if not any(index.has(field) for index in indexes):
             raise UnknownField(
                 f"filters: no passage of the collections has field {place} (of {len(wanted)}); "
                 "fields are the top-level names of the metadata"

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 DTYPES = ("float32", "float16")
 METRICS = ("cosine", "ip", "l2")
 NO_FINGERPRINT = bytes(32)
+SEQ_MAX = 2**32 - 1
 SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 65536, 2**32 - 2**20
 
 _Store = TypeVar("_Store", bound="StoreBase")

@@ -12,7 +12,7 @@ from kalos_ctx._reader import KIND_SEGMENTS, KIND_SUMMARIES, SESSION, TENANT
 from kalos_ctx.arguments import ROLE_NAMES, name_bytes, role_code
 from kalos_ctx.drafts import Plain
 from kalos_ctx.errors import Conflict, InvalidArgument, SessionNotFound
-from kalos_ctx.store_base import StoreBase
+from kalos_ctx.store_base import SEQ_MAX, StoreBase
 
 # A segment of tool schemas has no role of its own; the template renders it.
 TOOLS_ROLE = 255
@@ -172,8 +172,8 @@ class TableCalls(StoreBase):
         core = self._writer()
         tenant_b = name_bytes(tenant, "tenant", empty=True)
         session_b = name_bytes(session, "session")
-        first = arguments.whole(start, "start")
-        last = arguments.whole(stop, "stop")
+        first = arguments.whole(start, "start", 0, SEQ_MAX)
+        last = arguments.whole(stop, "stop", 0, SEQ_MAX)
         code = role_code(role)
         if first >= last:
             raise InvalidArgument(f"start must be below stop (got {first} and {last})")

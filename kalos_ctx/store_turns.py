@@ -6,18 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kalos_ctx import arguments
-from kalos_ctx._batch import Draft
-from kalos_ctx._intake import as_ids
-from kalos_ctx._reader import ENTRY_FRAMED, SESSION
-from kalos_ctx.arguments import name_bytes, role_code
+from kalos_ctx._intake import bare_draft, bare_drafts
+from kalos_ctx._reader import SESSION
+from kalos_ctx.arguments import name_bytes
 from kalos_ctx.drafts import TURN_FIELDS, History
-from kalos_ctx.errors import InvalidArgument, InvalidType, SessionNotFound
-from kalos_ctx.store_base import StoreBase
+from kalos_ctx.errors import InvalidArgument, InvalidType, KalosError, SessionNotFound
+from kalos_ctx.store_base import SEQ_MAX, StoreBase
 
 if TYPE_CHECKING:
+    from kalos_ctx._batch import Draft
     from kalos_ctx._reader import Turn
-
-SEQ_MAX = 2**32 - 1
 
 
 class TurnCalls(StoreBase):
@@ -76,25 +74,22 @@ class TurnCalls(StoreBase):
         tenant_b = name_bytes(tenant, "tenant", empty=True)
         session_b = name_bytes(session, "session")
         now = self._clock()
-        code = role_code(role)
         if (
-            self.codec is None
+            token_ids is not None
+            and self.codec is None
+            and (framed is True or (framed is False and not self._bound))
             and content is None
-            and token_ids is not None
             and vector is None
             and group is None
             and key is None
+            and created_at is None
             and metadata is None
             and ttl is None
-            and (framed is True or (framed is False and not self._bound))
         ):
             # The bare case, IDs into a store without a tokenizer, is the one whose cost counts.
-            ids = as_ids(token_ids, self._vocab_size)
-            if not len(ids):
-                raise InvalidArgument("a turn must have at least 1 token (got 0)")
-            when = now if created_at is None else arguments.seconds(created_at, "created_at")
-            draft = Draft(role=code, ids=ids, created_at=when, flags=ENTRY_FRAMED if framed else 0)
-            return core.append_turns(tenant_b, session_b, [draft], now)[0]
+            draft = bare_draft(role, token_ids, self._vocab_size, now, framed)
+            if draft is not None:
+                return core.append_turns(tenant_b, session_b, [draft], now)[0]
         turn = {
             "role": role, "content": content, "token_ids": token_ids, "vector": vector,
             "group": group, "key": key, "created_at": created_at, "metadata": metadata,
@@ -120,7 +115,7 @@ class TurnCalls(StoreBase):
         ------
         As `append`; a message names the turn's place.
         """
-        self._writer()
+        core = self._writer()
         tenant_b = name_bytes(tenant, "tenant", empty=True)
         session_b = name_bytes(session, "session")
         if isinstance(turns, Mapping | str | bytes):
@@ -131,6 +126,11 @@ class TurnCalls(StoreBase):
             raise InvalidType(
                 f"turns must be an iterable of mappings (got {type(turns).__name__})"
             ) from None
+        now = self._clock()
+        if self.codec is None and not self._bound and rows:
+            drafts = bare_drafts(rows, self._vocab_size, now)
+            if drafts is not None:
+                return core.append_turns(tenant_b, session_b, drafts, now)
         for i, turn in enumerate(rows):
             if not isinstance(turn, Mapping):
                 raise InvalidType(f"turns[{i}] must be a mapping (got {type(turn).__name__})")
@@ -145,7 +145,7 @@ class TurnCalls(StoreBase):
                 raise InvalidArgument(f"turns[{i}] has no role")
         if not rows:
             return []
-        return self._extend(tenant_b, session_b, rows, self._clock(), True)
+        return self._extend(tenant_b, session_b, rows, now, True)
 
     def _extend(
         self,
@@ -167,8 +167,8 @@ class TurnCalls(StoreBase):
                     vector = turn.get("vector")
                     rows = None if vector is None else self._rows(vector, 1)
                     drafts.append(self._intake.turn(turn, history, now, rows))
-                except ValueError as e:
-                    if places:
+                except KalosError as e:
+                    if places and isinstance(e, ValueError):
                         e.args = (f"turns[{i}]: {e}", *e.args[1:])
                     raise
                 all_rows.append(rows)
@@ -231,7 +231,7 @@ class TurnCalls(StoreBase):
         core = self._writer()
         target = arguments.whole(to, "to", 0, SEQ_MAX)
         if expect_last is not None:
-            expect_last = arguments.whole(expect_last, "expect_last", -1)
+            expect_last = arguments.whole(expect_last, "expect_last", -1, 2**63)
         tenant_b = name_bytes(tenant, "tenant", empty=True)
         session_b = name_bytes(session, "session")
         with core.mutex:

@@ -17,7 +17,7 @@ HUGE = pytest.param(10**5000, id="huge")
 TINY = pytest.param(-(10**5000), id="tiny")
 
 
-def refused(kind, match=""):
+def refused(kind, match=None):
     return pytest.raises(kind, match=match)
 
 

@@ -119,7 +119,7 @@ def test_demo_changed_turn_is_found(crash_store, monkeypatch):
 
 
 def test_demo_writer_that_ends_by_itself_is_no_kill(store_path):
-    with pytest.raises(terminal.CommandFailed, match="ended by itself after 0 appends"):
+    with pytest.raises(terminal.CommandFailed, match="ended by itself with status 1 after 0 app"):
         demo.acknowledgements(store_path)
 
 

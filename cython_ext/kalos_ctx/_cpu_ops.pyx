@@ -1,11 +1,12 @@
 """Exact recall on the CPU: scores and top-k.
 
-docs/score.md defines the score; `_score.h` computes it, `_scan.h` finds the best, `_rowmath.h`
-prepares rows and queries, `_workers.h` spreads large scans over the cores. Python callables here
-take numpy arrays and check them; the assembler uses the functions of `_cpu_ops.pxd` on mapped rows.
+DESIGN.md ("The score, defined") has the definition; `_score.h` computes it, `_scan.h` finds the
+best, `_rowmath.h` prepares rows and queries, `_workers.h` spreads large scans over the cores.
+Python callables here take numpy arrays and check them; `_store_scan` uses the functions of
+`_cpu_ops.pxd` on mapped rows.
 """
 
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
 import numpy as np

@@ -603,8 +603,8 @@ cdef class Index:
     cdef int set_dead(self, uint32_t row) except -1:
         """Mark a row as deleted. The row goes first: a bit that is set alone is damage."""
         cdef kalos_row* r
-        cdef uint64_t entry
-        cdef int dead
+        cdef uint64_t entry = 0
+        cdef int dead = 0
         self.rows.grow((<size_t>row + 1) * sizeof(kalos_row))
         self.dead.grow(row // 8 + 8)
         r = <kalos_row*>self.rows.base + row
@@ -619,8 +619,8 @@ cdef class Index:
 
         Raises StoreCorrupt where row or bit do not hold.
         """
-        cdef uint64_t entry
-        cdef int dead
+        cdef uint64_t entry = 0
+        cdef int dead = 0
         self.rows.check((<size_t>row + 1) * sizeof(kalos_row))
         self.dead.check(row // 8 + 1)
         out[0] = (<kalos_row*>self.rows.base)[row]

@@ -5,14 +5,23 @@ import numpy as np
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport int32_t, uint32_t
 
+from kalos_ctx._batch cimport Draft
+from kalos_ctx._layout cimport KALOS_ENTRY_FRAMED
+
+from kalos_ctx._reader import ROLES
 from kalos_ctx.errors import InvalidTokenId, InvalidType
 
+cdef dict ROLE_CODES = {name: code for code, name in enumerate(ROLES)}
+
 cdef long long LARGEST = 0x7fffffff
+cdef object LARGEST_PRINTED = 10 ** 20
 
 
 cdef object bad_id(Py_ssize_t at, object value, uint32_t vocab_size):
     limit = f"[0, {vocab_size})" if vocab_size else "[0, 2147483648)"
-    raise InvalidTokenId(f"token_ids[{at}] must lie in {limit} (got {value})")
+    # Python refuses to print a number of thousands of digits.
+    given = value if -LARGEST_PRINTED < value < LARGEST_PRINTED else "a larger number"
+    raise InvalidTokenId(f"token_ids[{at}] must lie in {limit} (got {given})")
 
 
 cdef object from_sequence(object value, uint32_t vocab_size):
@@ -97,3 +106,54 @@ def as_ids(value not None, uint32_t vocab_size):
     if at >= 0:
         bad_id(at, ids[at], vocab_size)
     return array
+
+
+cdef Draft new_draft(int code, const int32_t[::1] ids, double created_at, int flags):
+    """A draft of IDs alone, made without the keyword arguments of its constructor."""
+    cdef Draft draft = Draft.__new__(Draft)
+    # A view that was never set is not None.
+    draft.live = draft.vector = None
+    draft.role = code
+    draft.ids = ids
+    draft.created_at = created_at
+    draft.flags = flags
+    return draft
+
+
+def bare_draft(role, token_ids not None, uint32_t vocab_size, double created_at, bint framed):
+    """The draft of a turn that is IDs and a role; None where the role is not one or there is no ID.
+
+    Raises
+    ------
+    InvalidTokenId, InvalidType
+    """
+    code = ROLE_CODES.get(role) if isinstance(role, str) else None
+    if code is None:
+        return None
+    ids = as_ids(token_ids, vocab_size)
+    if not len(ids):
+        return None
+    return new_draft(code, ids, created_at, KALOS_ENTRY_FRAMED if framed else 0)
+
+
+def bare_drafts(list rows not None, uint32_t vocab_size, double created_at):
+    """Drafts of turns that are all dicts of a role and IDs alone; None where one is anything else.
+
+    What it does not take goes the long way, which finds the words for what is wrong.
+    """
+    cdef list out = []
+    cdef const int32_t[::1] view
+    for row in rows:
+        if type(row) is not dict or len(<dict>row) != 2:
+            return None
+        role = (<dict>row).get("role")
+        ids = (<dict>row).get("token_ids")
+        code = ROLE_CODES.get(role) if type(role) is str else None
+        if code is None or type(ids) is not np.ndarray or ids.dtype != np.int32 or ids.ndim != 1 \
+                or not ids.flags.c_contiguous:
+            return None
+        view = ids
+        if view.shape[0] == 0 or first_bad(view, vocab_size) >= 0:
+            return None
+        out.append(new_draft(code, view, created_at, 0))
+    return out

@@ -22,6 +22,8 @@ from kalos_ctx._segment cimport SegmentSet
 # Bytes written ahead as zeros where the durability syncs every call: a sync into written blocks is cheaper
 # than one that also changes the file's size (docs/durability.md).
 cdef size_t AHEAD_BYTES = 4 << 20
+# A large batch costs more to write twice than its sync saves.
+cdef size_t AHEAD_BATCH_MAX = 32 << 10
 
 
 cdef class Log:
@@ -90,7 +92,7 @@ cdef class Log:
         """Write a batch that was placed at `lsn`; `end` moves behind it."""
         cdef uint32_t segment = KALOS_POSITION_SEGMENT(lsn)
         cdef size_t off = KALOS_POSITION_OFFSET(lsn)
-        if self.ahead and off + size > self.files.size_of(segment):
+        if self.ahead and size <= AHEAD_BATCH_MAX and off + size > self.files.size_of(segment):
             self.files.zero_until(segment, min(max(off + size, self.files.size_of(segment)
                                                    + AHEAD_BYTES),
                                                max(off + size, self.files.segment_bytes)))

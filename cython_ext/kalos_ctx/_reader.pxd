@@ -52,6 +52,7 @@ cdef class StoreReader:
     cdef readonly uint32_t rows_per_segment
 
     cdef int open_generation(self, uint32_t generation, bint create) except -1
+    cdef bint moved(self) noexcept
     cdef int enter(self) except -1
     cdef int set_vector_layout(self) except -1
     cdef uint64_t find(self, uint32_t kind, bytes tenant, bytes name, kalos_image* out) except? 0

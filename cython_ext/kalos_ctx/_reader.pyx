@@ -5,28 +5,34 @@ files), the slots' versions, and sizes. It takes no lock. Everything it hands ou
 checksum in the call that hands it out.
 """
 
+import fcntl
 import json
 import os
+import struct
 import threading
+import time
 
 import numpy as np
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcmp
 
-from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, Control
+from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_INDEX, Control
 from kalos_ctx._index cimport EntryTable, Index, table_clear, table_entry
 from kalos_ctx._layout cimport (
     KALOS_DTYPE_FLOAT16, KALOS_ENTRY_DEAD, KALOS_ENTRY_FRAMED, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TEXT,
     KALOS_ENTRY_TTL, KALOS_ENTRY_ZERO, KALOS_HAS_GROUP, KALOS_HAS_METADATA, KALOS_HAS_TEXT,
     KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_KIND_SEGMENTS, KALOS_KIND_SUMMARIES,
-    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION,
+    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION,
     KALOS_SLOT_TENANT, kalos_crc32c, kalos_entry, kalos_image, kalos_item, kalos_row,
+    kalos_state,
 )
 from kalos_ctx._log cimport Log, kalos_sections, kalos_sections_of
 from kalos_ctx._segment cimport MappedFile, SegmentSet
 
-from kalos_ctx.errors import StoreClosed, StoreCorrupt
+from kalos_ctx import _control
+from kalos_ctx.errors import NotAStore, StoreClosed, StoreCorrupt, StoreIOError
 
 # The numbers of cuda/kalos_layout.h that Python code needs.
 SESSION, COLLECTION, TENANT = KALOS_SLOT_SESSION, KALOS_SLOT_COLLECTION, KALOS_SLOT_TENANT
@@ -35,10 +41,14 @@ ENTRY_DEAD, ENTRY_TTL, ENTRY_FRAMED = KALOS_ENTRY_DEAD, KALOS_ENTRY_TTL, KALOS_E
 ENTRY_TEXT, ENTRY_ORPHAN, ENTRY_ZERO = KALOS_ENTRY_TEXT, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_ZERO
 ITEM_BYTES = sizeof(kalos_item)
 
+F_OFD_GETLK = 36                    # not in the module fcntl before Python 3.13
+# A reader waits so long for a writer that is opening the store.
+WRITER_WAIT_S = 60.0
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 cdef tuple ROLE_NAMES = ROLES
 cdef char* INT32_FORMAT = b"i"
-# Held by the one thread that follows a writer to another generation.
+# Held by the one thread that follows a writer to other files.
 MOVING = threading.Lock()
 
 
@@ -182,13 +192,62 @@ cdef class StoreReader:
 
     def __init__(self, str path):
         self.path = path
-        self.dirfd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.start()
+        try:
+            self.dirfd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as e:
+            raise StoreIOError(e.errno, f"cannot open the store's folder: {e.strerror}") from None
+        self.follow()
 
-    def start(self):
-        """Open control file and generation."""
-        self.control = Control(self.dirfd, False)
+    def follow(self):
+        """Open control file and generation, once the writer has them in order.
+
+        A writer that is opening may just be building the index or moving to another generation: as long
+        as one holds the lock, wait for it.
+        """
+        cdef double until = time.monotonic() + WRITER_WAIT_S, pause = 0.0005
+        while True:
+            try:
+                with MOVING:
+                    # Another thread may have followed meanwhile.
+                    if self.control is None or self.moved():
+                        self.open_as_it_is()
+                return
+            except (StoreCorrupt, StoreIOError) as e:
+                if isinstance(e, NotAStore) or time.monotonic() > until or not self.writer_lives():
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)
+
+    cdef bint moved(self) noexcept:
+        """Whether the writer went on in other files than those that are open."""
+        return (self.index is None or self.control.raw_word(WORD_GENERATION) != self.seen_generation
+                or self.control.raw_word(WORD_INDEX) != self.seen_index)
+
+    def open_as_it_is(self):
+        """Open control file and generation, or raise."""
+        if self.control is None:
+            self.control = Control(self.dirfd, False)
+        self.control.read_state()
+        generation = self.control.raw_word(WORD_GENERATION)
+        index = self.control.raw_word(WORD_INDEX)
+        self.control.word(WORD_INDEX)
         self.open_generation(self.control.word(WORD_GENERATION), False)
+        self.seen_generation, self.seen_index = generation, index
+
+    def writer_lives(self):
+        """Whether some process holds the writer's lock."""
+        try:
+            fd = os.open("lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.dirfd)
+        except OSError:
+            return False
+        try:
+            asked = struct.pack("hhlli4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = fcntl.fcntl(fd, F_OFD_GETLK, asked)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return struct.unpack_from("h", found)[0] != fcntl.F_UNLCK
 
     def __dealloc__(self):
         for fd in (self.dirfd, self.genfd):
@@ -201,28 +260,28 @@ cdef class StoreReader:
         cdef bytes uuid = (<char*>self.control.head.uuid)[:16]
         cdef uint64_t salt = self.control.head.salt
         cdef size_t segment_bytes = self.control.head.segment_bytes
-        cdef int old, fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW,
-                                   dir_fd=self.dirfd)
+        cdef int old, fd
         cdef Log log
         cdef Index index
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW,
+                         dir_fd=self.dirfd)
+        except OSError as e:
+            raise StoreIOError(e.errno, f"cannot open {folder}: {e.strerror}") from None
         try:
             log = Log(SegmentSet(fd, folder, "log", segment_bytes, self.writable), salt, uuid,
                       generation, False)
             tokens = SegmentSet(fd, folder, "tok", segment_bytes, self.writable)
             vectors = SegmentSet(fd, folder, "vec", segment_bytes, self.writable)
             index = Index(fd, folder, salt, self.writable, create)
-            if not self.writable and not index.matches(uuid, generation):
-                raise StoreCorrupt(
-                    f"{folder}/index does not belong to this store; open it for writing once, which "
-                    "builds it again", f"{folder}/index", 0)
+            if not self.writable:
+                self.check_index(index, generation)
         except BaseException:
             os.close(fd)
             raise
         # All at once: no other thread runs before the last of these, and each sees one generation.
         old, self.genfd, self.generation = self.genfd, fd, generation
         self.log, self.tokens, self.vectors, self.index = log, tokens, vectors, index
-        self.seen_generation = generation
-        self.seen_epoch = self.control.state.epoch
         self.set_vector_layout()
         if old >= 0:
             os.close(old)
@@ -242,6 +301,28 @@ cdef class StoreReader:
                                    "control", 0)
         return 0
 
+    def check_index(self, Index index, uint32_t generation):
+        """Raise where the index is not this store's, or cannot be trusted without the log.
+
+        It can where its writer closed in order, and where the writer runs or was killed on this boot: then
+        all that it wrote is in the page cache. After a power loss, or in a copy of a running store, its
+        pages may be of different ages.
+        """
+        cdef const kalos_state* state = &self.control.state
+        cdef bytes boot = _control.boot_id()
+        what = "does not belong to this store"
+        if index.matches((<char*>self.control.head.uuid)[:16], generation):
+            what = "was not brought up to its log after a crash"
+            original = index.is_original()
+            if index.epoch == state.epoch and (state.clean or original):
+                return
+            if original and any(boot) and memcmp(state.boot_id, <const char*>boot, 16) == 0 \
+                    and index.epoch in (state.epoch | 1, (state.epoch + 2) | 1):
+                return
+        raise StoreCorrupt(
+            f"{index.folder}/index {what}; open the store for writing once, which builds it again",
+            f"{index.folder}/index", 0)
+
     def close(self):
         """Close all files. Arrays that lie in them stay valid."""
         if self.closed:
@@ -252,32 +333,15 @@ cdef class StoreReader:
 
     cdef int enter(self) except -1:
         """Called first by every public call: closed? moved to another generation?"""
-        cdef uint64_t generation
         if self.closed:
             raise StoreClosed("the store is closed")
         if not self.writable:
-            generation = self.control.word(WORD_GENERATION)
-            if generation != self.seen_generation:
-                self.reopen()
+            if self.moved():
+                self.follow()
             elif self.row_stride == 0:
                 self.control.read_state()
                 self.set_vector_layout()
         return 0
-
-    def reopen(self):
-        """Follow the writer to the generation it moved to."""
-        with MOVING:
-            while True:
-                generation = self.control.word(WORD_GENERATION)
-                if generation == self.seen_generation:
-                    return
-                try:
-                    self.control.read_state()
-                    self.open_generation(generation, False)
-                except (OSError, StoreCorrupt):
-                    # The writer may have moved once more and taken the files away.
-                    if generation == self.control.word(WORD_GENERATION):
-                        raise
 
     cdef uint64_t find(self, uint32_t kind, bytes tenant, bytes name, kalos_image* out) except? 0:
         """Arena offset of a living slot and its image, 0 for none."""
@@ -293,9 +357,7 @@ cdef class StoreReader:
             return NULL
         p = self.tokens.at(segment, off, <size_t>n * 4)
         if kalos_crc32c(0, p, <size_t>n * 4) != crc:
-            raise StoreCorrupt(
-                f"{self.tokens.label(segment)} at byte {off}: {n} token IDs do not hold their checksum",
-                self.tokens.label(segment), off)
+            self.tokens.damaged(segment, off, <size_t>n * 4, f"{n} token IDs do not hold their checksum")
         return <const int32_t*>p
 
     cdef TokenView view_of(self, const kalos_entry* entry):
@@ -307,11 +369,18 @@ cdef class StoreReader:
             view.file = self.tokens.open(KALOS_POSITION_SEGMENT(entry.tokens_pos), False)
         return view
 
+    cdef int compare(self, const kalos_entry* entry, const kalos_sections* s) except -1:
+        """Raise where an entry's record is not about it."""
+        if s.change.entry.num_tokens != entry.num_tokens or s.change.entry.token_crc != entry.token_crc:
+            self.index.damage(<const char*>entry - self.index.arena.base, "an entry is not what its record says")
+        return 0
+
     cdef Turn read_turn(self, const kalos_entry* entry):
         """The turn of a checked entry."""
         cdef kalos_sections s
         cdef Turn turn = Turn.__new__(Turn)
         self.log.sections(entry.lsn, &s)
+        self.compare(entry, &s)
         turn.seq = entry.seq
         turn.role_code = entry.role
         turn.created_at = s.change.created_at
@@ -329,6 +398,7 @@ cdef class StoreReader:
         cdef kalos_sections s
         cdef Passage p = Passage.__new__(Passage)
         self.log.sections(entry.lsn, &s)
+        self.compare(entry, &s)
         p.id = entry.sum
         p.created_at = s.change.created_at
         p.view = self.view_of(entry)
@@ -341,19 +411,21 @@ cdef class StoreReader:
         return p
 
     def row_bytes(self, uint32_t row):
-        """The stored bytes of a vector row, checked."""
+        """The stored bytes of a living vector row, checked."""
+        cdef kalos_row info
+        if self.index.check_row(row, &info):
+            self.index.damage(row // 8, "a living entry's row is dead", "dead")
+        return self.row_at(row, info.crc)
+
+    def row_at(self, uint32_t row, uint32_t crc):
+        """The stored bytes of a vector row, compared with a checksum."""
         cdef uint32_t segment = row // self.rows_per_segment
         cdef size_t off = <size_t>(row % self.rows_per_segment) * self.row_stride
         cdef uint32_t n = self.control.state.vector_dim * (
             2 if self.control.head.vector_dtype == KALOS_DTYPE_FLOAT16 else 4)
         cdef const char* p = self.vectors.at(segment, off, n)
-        cdef const kalos_row* info
-        self.index.rows.check((<size_t>row + 1) * sizeof(kalos_row))
-        info = <const kalos_row*>self.index.rows.base + row
-        if kalos_crc32c(0, p, n) != info.crc:
-            raise StoreCorrupt(
-                f"{self.vectors.label(segment)} at byte {off}: a vector does not hold its checksum",
-                self.vectors.label(segment), off)
+        if kalos_crc32c(0, p, n) != crc:
+            self.vectors.damaged(segment, off, n, "a vector does not hold its checksum")
         return p[:n]
 
     # ---- What SessionStore asks ---------------------------------------------------------------------
@@ -380,17 +452,41 @@ cdef class StoreReader:
         }
 
     def turns(self, bytes tenant, bytes name, object start, object stop, double now, uint32_t kind=1):
-        """Living turns with start <= seq < stop (Python's slice rules), or None for an unknown session."""
-        cdef kalos_image image
+        """Living turns with start <= seq < stop (Python's slice rules), or None for an unknown session.
+
+        All are of one moment: where a rollback or an erasure came between, they are read again.
+        """
+        cdef kalos_image before
+        cdef uint64_t slot_off
+        cdef list out
+        while True:
+            self.enter()
+            slot_off = self.find(kind, tenant, name, &before)
+            if slot_off == 0:
+                return None
+            try:
+                out = self.turns_of(slot_off, start, stop, now)
+            except StoreCorrupt:
+                if self.moved_on(slot_off, &before):
+                    continue
+                raise
+            if not self.moved_on(slot_off, &before):
+                return out
+
+    cdef bint moved_on(self, uint64_t slot_off, const kalos_image* before) except -1:
+        """Whether entries of a slot that could be read when `before` was loaded have changed or gone."""
+        cdef kalos_image after
+        if not self.writable and self.moved():
+            return True
+        self.index.read_image(slot_off, &after)
+        return after.epoch != before.epoch or after.name_lsn != before.name_lsn
+
+    cdef list turns_of(self, uint64_t slot_off, object start, object stop, double now):
+        """The living turns of a slot, as of now."""
         cdef EntryTable table
         cdef const kalos_entry* entry
         cdef uint32_t seq
-        cdef uint64_t slot_off
         cdef list out = []
-        self.enter()
-        slot_off = self.find(kind, tenant, name, &image)
-        if slot_off == 0:
-            return None
         self.index.open_table(slot_off, &table)
         try:
             first, last, _ = slice(start, stop).indices(table.image.num_entries)
@@ -513,10 +609,10 @@ cdef class StoreReader:
     def metadata_at(self, uint64_t lsn):
         """Metadata bytes of the record at a position; None where there are none, or no more."""
         cdef kalos_sections s
-        self.log.sections(lsn, &s)
-        if s.metadata == NULL or not s.change.present & KALOS_HAS_METADATA:
+        if self.log.record(lsn).flags & KALOS_RECORD_SCRUBBED:
             return None
-        return s.metadata[:s.change.metadata_len]
+        self.log.sections(lsn, &s)
+        return s.metadata[:s.change.metadata_len] if s.change.present & KALOS_HAS_METADATA else None
 
     def view_at(self, uint64_t pos, uint32_t n, uint32_t crc):
         """int32 array over n stored IDs, checked, zero-copy."""

@@ -1,7 +1,7 @@
 // Vectors as they enter: exact half conversion, the norm, the factor of a stored row, the prepared
-// query. Plain C and C++, no Python, no allocation; DESIGN.md ("The score, defined") words the definitions. Everything
-// here runs once a row or once a query, so it is written to be the same on every machine before it
-// is written to be fast.
+// query. Plain C and C++, no Python, no allocation; DESIGN.md ("The score, defined") words the
+// definitions. Everything here runs once a row or once a query, so it is written to be the same on
+// every machine before it is written to be fast.
 #ifndef KALOS_ROWMATH_H
 #define KALOS_ROWMATH_H
 

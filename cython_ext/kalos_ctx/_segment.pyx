@@ -9,6 +9,8 @@ through `at`, which knows the size, and `check` asks the system for the size aga
 have cut the file.
 """
 
+import os
+
 cimport cython
 from libc.stdlib cimport calloc, free, realloc
 from libc.stdint cimport uint32_t
@@ -16,8 +18,8 @@ from libc.string cimport memset
 
 from kalos_ctx._posix cimport (
     EDQUOT, EFBIG, EINTR, ENOSPC, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, O_CLOEXEC, O_CREAT, O_NOFOLLOW,
-    O_RDONLY, O_RDWR, PROT_READ, PROT_WRITE, S_ISREG, c_stat, close, errno, fdatasync, fstat, mmap,
-    munmap, openat, pwrite, strerror,
+    O_RDONLY, O_RDWR, PROT_READ, PROT_WRITE, S_ISREG, c_stat, close, errno, fdatasync, fstat, ftruncate, mmap,
+    munmap, openat, pread, pwrite, strerror,
 )
 
 from kalos_ctx.errors import StoreCorrupt, StoreFull, StoreIOError
@@ -25,6 +27,7 @@ from kalos_ctx.errors import StoreCorrupt, StoreFull, StoreIOError
 cdef extern from "_sigbus.h":
     void kalos_guard_add(void* base, size_t n)
     void kalos_guard_remove(void* base)
+    uint32_t kalos_guard_hits()
 
 cdef size_t GROW_STEP_MAX = 4 << 20
 cdef size_t ZEROS_BYTES = 256 << 10
@@ -69,6 +72,28 @@ cdef int write_zeros(int fd, size_t start, size_t stop) noexcept nogil:
             return code
         start += step
     return 0
+
+
+cdef int read_flaw(int fd, size_t off, size_t n) noexcept nogil:
+    """The errno with which the system cannot read a range, 0 where it can (or the file is shorter)."""
+    cdef char buffer[4096]
+    cdef ssize_t done
+    while n:
+        done = pread(fd, buffer, min(n, sizeof(buffer)), off)
+        if done < 0:
+            if errno == EINTR:
+                continue
+            return errno
+        if done == 0:
+            return 0
+        off += done
+        n -= done
+    return 0
+
+
+def pages_lost():
+    """How many pages of mapped files were not there when this process touched them, so far."""
+    return kalos_guard_hits()
 
 
 # Outside of the cycle collector, which would clear `old` before `__dealloc__` unmaps what it lists. A mapping
@@ -278,6 +303,17 @@ cdef class SegmentSet:
         self.sizes[segment] = f.size
         return f
 
+    cdef object damaged(self, uint32_t segment, size_t off, size_t n, str what):
+        """Raise for n bytes that do not hold.
+
+        StoreIOError where the device cannot read them (a mapping shows zeros then), else StoreCorrupt.
+        """
+        cdef MappedFile f = self.open(segment, False)
+        cdef int code = read_flaw(f.fd, off, n)
+        if code:
+            raise_os(code, "read", self.label(segment))
+        raise StoreCorrupt(f"{self.label(segment)} at byte {off}: {what}", self.label(segment), off)
+
     cdef const char* at(self, uint32_t segment, size_t off, size_t n) except NULL:
         """Pointer to n readable bytes; StoreCorrupt where the file does not have them."""
         cdef MappedFile f
@@ -323,6 +359,37 @@ cdef class SegmentSet:
                 raise_os(code, "extend", f.name)
             f.size = stop
             self.sizes[segment] = stop
+
+    def take_back(self, uint32_t segment, size_t off, size_t stop):
+        """Undo a write that failed half way: the file ends where it did, with zeros from `off` on."""
+        cdef MappedFile f
+        cdef int code
+        if segment >= self.count or self.files[segment] is None:
+            return
+        f = self.files[segment]
+        # What the failed write added lies behind the size that is remembered.
+        code = write_zeros(f.fd, off, min(stop, f.size))
+        if code == 0 and ftruncate(f.fd, f.size) != 0:
+            code = errno
+        if code:
+            raise_os(code, "restore", f.name)
+
+    def present(self):
+        """Numbers of the segments that lie in the folder, ascending."""
+        begin = self.prefix + "-"
+        return sorted(int(name[len(begin):]) for name in os.listdir(self.dirfd)
+                      if name.startswith(begin) and name[len(begin):].isdigit())
+
+    def last_present(self):
+        """The largest of `present`, -1 for none."""
+        return max(self.present(), default=-1)
+
+    def expect_dirty(self, uint32_t first, uint32_t last):
+        """Let the next sync cover the segments `first` to `last`, which another process may have written."""
+        cdef uint32_t i
+        for i in range(first, last + 1):
+            self.open(i, False)
+        self.dirty_from = min(self.dirty_from, first)
 
     def zero_range(self, uint32_t segment, size_t start, size_t stop):
         """Overwrite a range with zeros (erasure, a dropped tail)."""

@@ -298,7 +298,7 @@ cdef class StoreScan:
 
     cdef list scan(self, Scope scope, Runs runs, object queries, uint32_t k, float min_score,
                    list gone):
-        """Hits of up to KALOS_MAX_QUERIES queries; rows that were deleted meanwhile go to `gone`."""
+        """Hits of up to KALOS_MAX_QUERIES queries; rows deleted meanwhile go to `gone`."""
         cdef kalos_scan scan
         cdef RowMap rows = scope.rows
         cdef const float[:, ::1] values = queries

@@ -1,4 +1,4 @@
-"""Vector rows: checked at the store's door, mapped for scans, and found by the entries that own them."""
+"""Vector rows: checked at the door of the store, mapped for scans, found by their entries."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -11,14 +11,14 @@ from kalos_ctx._segment cimport SegmentSet
 # A C-contiguous float32 array with `ndim` axes; wider floats are rounded once.
 cdef object floats_of(str argument, object values, int ndim)
 
-# The first `num_rows` rows of one generation, mapped. Never changes: a scan without the GIL holds it.
+# The first `num_rows` rows of one generation, mapped. Never changes: scans without the GIL hold it.
 cdef class RowMap:
     cdef Index index                # keeps `infos` and `dead` mapped
     cdef Log log
     cdef SegmentSet vectors
     cdef list kept                  # the segments' files: keeps `segments` mapped
     cdef const void** segments
-    cdef const float** factors      # factor of each segment's first row; next one `FACTOR_STRIDE` on
+    cdef const float** factors      # of each segment's first row; the next is `FACTOR_STRIDE` on
     cdef const kalos_row* infos
     cdef const uint64_t* dead       # bit r: row r is deleted
     cdef readonly uint64_t num_rows

@@ -7,7 +7,7 @@ growth makes new ones.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 
 import threading
 from collections import namedtuple
@@ -41,6 +41,7 @@ cdef extern from *:
     """
     uint64_t KALOS_LOAD_RELAXED(const uint64_t* p) nogil
     void KALOS_REREAD() nogil
+
 
 class StoreMoved(Exception):
     """The store went on in another generation while one call looked at it; the call begins anew."""
@@ -181,11 +182,11 @@ cdef class RowMap:
         return KALOS_LOAD_RELAXED(&self.dead[row // 64]) >> (row % 64) & 1
 
     cdef bint entry_gone(self, uint64_t row) except -1:
-        """Whether the row was deleted meanwhile: its entry or the row itself says so before its bit does."""
+        """Whether the row was deleted meanwhile; entry and row say so before its bit does."""
         cdef const kalos_entry* entry
         cdef uint64_t place
-        cdef int dead, tries
-        for tries in range(1000):  # a writer may be between the row's words
+        cdef int dead, _
+        for _ in range(1000):  # a writer may be between the row's words
             if kalos_row_holds(&self.infos[row], row, &place, &dead):
                 break
         else:
@@ -254,9 +255,9 @@ cdef int64_t first_flaw(RowMap m, uint64_t row, uint64_t stop, float* scratch) n
 cdef int read_entry(Index index, const EntryTable* table, uint32_t seq, kalos_entry* out) except -1:
     """Copy a checked entry; one that is being marked as deleted is read until it is whole."""
     cdef const kalos_entry* entry = table_entry(table, seq)
-    cdef int i
+    cdef int _
     if entry != NULL:
-        for i in range(1000):
+        for _ in range(1000):
             out[0] = entry[0]
             if out.crc == kalos_crc32c(0, out, sizeof(kalos_entry) - 4) and out.seq == seq:
                 return 0

@@ -20,7 +20,8 @@ from kalos_ctx._layout cimport (
     KALOS_IMAGE_DEAD, KALOS_IMAGE_FORKED, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_IMAGE_VECTORS,
     KALOS_KIND_DROP, KALOS_KIND_ERASE, KALOS_KIND_FORK, KALOS_KIND_IMAGE, KALOS_KIND_PASSAGE,
     KALOS_KIND_ROLLBACK, KALOS_KIND_SEGMENTS, KALOS_KIND_SLOT, KALOS_KIND_SUMMARIES, KALOS_KIND_TABLES,
-    KALOS_KIND_TURN, KALOS_ROLE_ASSISTANT, KALOS_ROLE_FUNCTION, KALOS_ROLE_TOOL, KALOS_ROLE_USER,
+    KALOS_KIND_TURN, KALOS_RECORD_SCRUBBED, KALOS_ROLE_ASSISTANT, KALOS_ROLE_FUNCTION, KALOS_ROLE_TOOL,
+    KALOS_ROLE_USER,
     KALOS_SLOT_BLOCK_SHIFT, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, KALOS_SLOT_TENANT, kalos_bucket,
     kalos_change, kalos_crc32c, kalos_entry, kalos_extent, kalos_hash_name, kalos_image, kalos_item, kalos_record,
     kalos_roots, kalos_seal, kalos_slot,
@@ -50,6 +51,8 @@ cdef class StoreWriter(WritableStore):
             roots.key_log2 += 1
         if roots.slot_log2 == self.index.roots.slot_log2 and roots.key_log2 == self.index.roots.key_log2:
             return 0
+        self.writing()
+        self.index.check_tables()
         self.begin()
         if roots.slot_log2 != self.index.roots.slot_log2:
             roots.slot_table = self.batch.alloc_arena(sizeof(kalos_bucket) << roots.slot_log2)
@@ -422,7 +425,7 @@ cdef class StoreWriter(WritableStore):
                 s.image.last_lsn = self.batch.stage_record(KALOS_KIND_ROLLBACK, 0, &c, &p)
                 self.trim_summaries(&s, to)
                 self.commit()
-                self.control.set_word(WORD_ERASURES, self.control.word(WORD_ERASURES) + 1)
+                self.control.count_up(WORD_ERASURES)
             finally:
                 self.close_stage(&s)
         self.finish()
@@ -737,10 +740,8 @@ cdef class StoreWriter(WritableStore):
                     self.commit()
             finally:
                 self.close_stage(&s)
-            for lsn in lsns:
-                self.scrub_listed(lsn)
             if lsns:
-                self.sync_files()
+                self.erase_listed(lsns)
         return len(lsns)
 
     # ---- Erasure ----------------------------------------------------------------------------------
@@ -779,9 +780,7 @@ cdef class StoreWriter(WritableStore):
                 self.commit()
             finally:
                 self.close_stage(&s)
-            self.scrub_listed(lsn)
-            self.control.set_word(WORD_ERASURES, self.control.word(WORD_ERASURES) + 1)
-            self.sync_files()
+            self.erase_listed([lsn])
         digest = hashlib.sha256((<char*>self.control.head.uuid)[:16] + struct.pack("<Q", lsn) + listed
                                 + repr(sorted(counts.items())).encode()).hexdigest()
         return counts, digest
@@ -791,7 +790,9 @@ cdef class StoreWriter(WritableStore):
         cdef const kalos_entry* e
         cdef uint32_t seq
         cdef uint64_t lsn
+        cdef kalos_change past
         cdef kalos_sections found
+        cdef const kalos_record* rec
         cdef bint passages = s.image.kind == KALOS_SLOT_COLLECTION
         counts = {"turns": 0, "vectors": 0, "summaries": 0, "segments": 0, "passages": 0}
         lsns = set()
@@ -809,11 +810,13 @@ cdef class StoreWriter(WritableStore):
         lsn = s.image.last_lsn
         while lsn:
             lsns.add(lsn)
-            self.log.sections(lsn, &found)
-            if self.log.record(lsn).kind == KALOS_KIND_ROLLBACK and found.table != NULL:
-                lsns.update(struct.unpack(f"<{found.change.table_len // 8}Q",
-                                          found.table[:found.change.table_len]))
-            lsn = found.change.prev_lsn
+            self.log.change_at(lsn, &past)
+            # Some of the records were scrubbed before; they say no more than what was before them.
+            rec = self.log.record(lsn)
+            if rec.kind == KALOS_KIND_ROLLBACK and not rec.flags & KALOS_RECORD_SCRUBBED:
+                self.log.sections(lsn, &found)
+                lsns.update(struct.unpack(f"<{past.table_len // 8}Q", found.table[:past.table_len]))
+            lsn = past.prev_lsn
         if s.image.flags & KALOS_IMAGE_FORKED:
             lsns -= self.held_by_family(s.image.family, s.image.slot_id)
         return counts, sorted(lsns)

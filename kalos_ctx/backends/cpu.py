@@ -160,9 +160,8 @@ class CpuBackend:
             scopes.append((own, self._own_turns(own, tenant, session, as_of)))
         if wanted is None:
             return scopes
-        indexes = {slot: self._metadata.of(slot) for scope, _ in scopes for slot in scope.slots}
-        filters.require_known(wanted, list(indexes.values()))
-        passing = {slot: index.passing(wanted) for slot, index in indexes.items()}
+        slots = [slot for scope, _ in scopes for slot in scope.slots]
+        passing = self._metadata.passing(slots, wanted)
         return [(scope, scope.filtered(runs, passing)) for scope, runs in scopes]
 
     def _own_turns(self, scope: Scope, tenant: bytes, session: bytes, as_of: int | None) -> Runs:

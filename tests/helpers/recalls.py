@@ -1,0 +1,27 @@
+"""Recalls as tests ask for them, and what of them can be compared."""
+
+from helpers import plain_recall
+
+from kalos_ctx.backends.cpu import CpuBackend
+
+
+def recall(store, query, top_k, *collections, **options):
+    """Recall once, over a backend of its own."""
+    names = tuple(name.encode() for name in collections)
+    return CpuBackend(store).recall(query, top_k=top_k, collections=names, **options)
+
+
+def ids_of(recalled):
+    return recalled.hits.ids.tolist()
+
+
+def bits(recalled):
+    """Return everything in the hits that must not change, scores by their bits."""
+    hits = recalled.hits
+    return (
+        hits.ids.tolist(),
+        plain_recall.bits(hits.scores),
+        hits.counts.tolist(),
+        hits.sources,
+        hits.reason,
+    )

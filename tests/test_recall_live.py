@@ -1,0 +1,193 @@
+"""Recall while things happen: a session's own turns, damage, threads, a store that moves."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from helpers.recalls import bits, ids_of, recall
+
+from kalos_ctx.backends.cpu import CpuBackend
+from kalos_ctx.errors import SessionExpired, SessionNotFound, StoreClosed, StoreCorrupt
+from kalos_ctx.store import SessionStore
+
+
+@pytest.fixture
+def store(store_path, clock):
+    with SessionStore.open(store_path, clock=clock) as opened:
+        yield opened
+
+
+# ---- A session's own turns -----------------------------------------------------------------------
+
+
+def test_session_recall_finds_turns_and_merges_them_with_passages(store):
+    store.add_passages("c", [[1, 1], [1, 0]])
+    for vector in ([1, 0], None, [1, 1], [0, 1]):
+        store.append("s", "user", token_ids=[1, 2], vector=vector)
+    store.append("other", "user", token_ids=[1], vector=[1, 0])
+    found = recall(store, [1, 0], 9, "c", session=b"s")
+    assert list(zip(found.hits.sources, ids_of(found), strict=True)) == [
+        ("session", 0), ("c", 1), ("c", 0), ("session", 2), ("session", 3),
+    ]  # fmt: skip
+    assert [place[2] for place in found.places] == [True, False, False, True, True]
+    assert [place[1] for place in found.places] == [0, 1, 0, 2, 3]
+    assert ids_of(recall(store, [1, 0], 2, "c", session=b"s")) == [0, 1]
+    assert ids_of(recall(store, [1, 0], 9, session=b"s", as_of=3)) == [0, 2]
+
+
+def test_session_recall_follows_rollback_and_fork(store):
+    backend = CpuBackend(store)
+    for i in range(4):
+        store.append("s", "user", token_ids=[1], vector=[1, i])
+    store.fork("s", "f", at=3)
+
+    def seqs(session, **options):
+        found = backend.recall([1, 0], top_k=9, session=session, **options)
+        return ids_of(found), found.hits.scores.tolist()
+
+    whole = seqs(b"s")
+    assert whole[0] == [0, 1, 2, 3]
+    assert seqs(b"f") == ([0, 1, 2], whole[1][:3])
+    store.rollback("s", 1)
+    store.append("s", "user", token_ids=[1], vector=[-1, 0])
+    assert seqs(b"s")[0] == [0, 1]
+    assert seqs(b"s")[1] == [1, -1]
+    store.delete("s")
+    assert seqs(b"f") == ([0, 1, 2], whole[1][:3])
+    with pytest.raises(SessionNotFound):
+        seqs(b"s")
+
+
+def test_b98_expired_turns_are_not_recalled(store, clock):
+    for i, ttl in enumerate((1, 5, None, 1)):
+        store.append("s", "user", token_ids=[1], vector=[1, i], ttl=ttl)
+    store.append("gone", "user", token_ids=[1], vector=[1, 0], ttl=1)
+    backend = CpuBackend(store)
+    clock.advance(0.9)
+    assert ids_of(backend.recall([1, 0], top_k=9, session=b"s")) == [0, 1, 2, 3]
+    clock.advance(0.2)
+    assert ids_of(backend.recall([1, 0], top_k=9, session=b"s")) == [1, 2]
+    assert ids_of(backend.recall([1, 0], top_k=9, session=b"s", as_of=2)) == [1]
+    with pytest.raises(SessionExpired):
+        backend.recall([1, 0], top_k=9, session=b"gone")
+
+
+def test_unknown_session_is_refused(store):
+    with pytest.raises(SessionNotFound):
+        recall(store, [1.0], 5, session=b"nobody")
+
+
+# ---- Damage, threads, closing --------------------------------------------------------------------
+
+
+def test_flipped_bit_in_a_vector_raises_and_never_scores(store_path):
+    with SessionStore.open(store_path) as store:
+        store.add_passages("c", np.eye(4, dtype=np.float32))
+        store.add_passages("d", np.eye(4, dtype=np.float32))
+    with next(store_path.glob("gen-*/vec-000000")).open("r+b") as file:
+        file.seek(16 * 2 + 3)
+        file.write(b"\x41")
+    with SessionStore.open(store_path, "r") as store:
+        for _ in range(2):
+            with pytest.raises(StoreCorrupt) as caught:
+                recall(store, [1, 0, 0, 0], 1, "c")
+            assert (caught.value.file[-10:], caught.value.offset) == ("vec-000000", 32)
+        assert ids_of(recall(store, [1, 0, 0, 0], 1, "d")) == [4]
+
+
+def test_g09_eight_threads_get_serial_results_while_the_store_grows(store):
+    rng = np.random.default_rng(9)
+    store.add_passages("c", rng.standard_normal((4000, 16)), metadata=[{"m": 1}] * 4000)
+    backend = CpuBackend(store)
+    queries = rng.standard_normal((64, 16))
+    calls = [
+        {"top_k": 5, "collections": (b"c",)},
+        {"top_k": 300, "collections": (b"c", b"none"), "filters": {"m": 1}},
+    ]
+    serial = [bits(backend.recall(query, **call)) for query in queries for call in calls]
+    stop = threading.Event()
+
+    def grow():
+        while not stop.is_set():
+            store.add_passages("other", rng.standard_normal((3, 16)))
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            results = pool.map(
+                lambda job: bits(backend.recall(job[0], **job[1])),
+                [(query, call) for query in queries for call in calls],
+            )
+            assert list(results) == serial
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_recall_while_passages_come_and_go_gives_only_whole_states(store):
+    store.add_passages("c", [[1, 0]] * 100)
+    backend = CpuBackend(store)
+    stop = threading.Event()
+
+    def churn():
+        lowest, highest = 0, 100
+        while not stop.is_set():
+            store.add_passages("c", [[1, 0]])
+            store.delete_passages("c", [lowest])
+            lowest, highest = lowest + 1, highest + 1
+
+    writer = threading.Thread(target=churn)
+    writer.start()
+    try:
+        for _ in range(300):
+            hits = backend.recall([1, 0], top_k=1000, collections=(b"c",)).hits
+            ids = hits.ids.tolist()
+            assert hits.scores.tolist() == [1.0] * len(ids)
+            assert ids == list(range(ids[0], ids[0] + len(ids)))
+            assert 99 <= len(ids) <= 101
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_recall_while_the_store_is_compacted_stays_exact(store, store_path):
+    rng = np.random.default_rng(10)
+    rows = rng.standard_normal((600, 8))
+    store.add_passages("c", rows[:300], metadata=[{"m": 1}] * 300)
+    store.add_passages("d", rows[300:])
+    store.append("s", "user", token_ids=[1], vector=rows[0])
+    options = {"top_k": 20, "collections": (b"d", b"c"), "session": b"s"}
+    filtered = {"top_k": 20, "collections": (b"c",), "filters": {"m": 1}}
+    stop = threading.Event()
+    with SessionStore.open(store_path, "r") as reader:
+        backends = [CpuBackend(store), CpuBackend(reader)]
+        expected = [bits(backends[0].recall(rows[0], **one)) for one in (options, filtered)]
+
+        def keep_recalling(backend):
+            count = 0
+            while not stop.is_set() or not count:
+                got = [bits(backend.recall(rows[0], **one)) for one in (options, filtered)]
+                assert got == expected
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(keep_recalling, one) for one in backends * 2]
+            try:
+                for _ in range(8):
+                    store.compact()
+            finally:
+                stop.set()
+            assert all(future.result() for future in futures)
+
+
+def test_recall_after_close_raises(store_path):
+    store = SessionStore.open(store_path)
+    store.add_passages("c", [[1, 0]])
+    backend = CpuBackend(store)
+    backend.recall([1, 0], top_k=1, collections=(b"c",))
+    store.close()
+    with pytest.raises(StoreClosed):
+        backend.recall([1, 0], top_k=1, collections=(b"c",))
