@@ -348,12 +348,12 @@ class ContextAssembler(AssemblerCore):
         }
         return placement, (query, ask, frame)
 
-    def recall_hits(self, ask: tuple[Any, dict[str, Any], Any]) -> tuple[Any, Any, Any, Any]:
-        """Return hits, where each lies, its source, and the frame of recalled passages."""
+    def recall_hits(self, ask: tuple[Any, dict[str, Any], Any]) -> tuple[Any, ...]:
+        """Return hits, where each lies, its source, the frame of recalled passages, generation."""
         query, options, frame = ask
         found = self._recaller().recall(query, **options)
         sources = found.hits.sources or (None,) * len(found.hits)
-        return found.hits, found.places, sources, frame
+        return found.hits, found.places, sources, frame, found.generation
 
     def _recaller(self) -> Any:
         if self._backend is None:

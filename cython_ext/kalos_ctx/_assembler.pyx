@@ -36,7 +36,7 @@ from kalos_ctx._segment cimport SegmentSet
 from kalos_ctx._session_view cimport (
     KALOS_SPAN_CUT, KALOS_SPAN_FRAME, KALOS_SPAN_HEAD, KALOS_SPAN_INSIDE, KALOS_SPAN_MEMORY,
     KALOS_SPAN_OPENS, KALOS_SPAN_PASSAGE, KALOS_SPAN_PROMPT, KALOS_SPAN_SUMMARY, KALOS_SPAN_TAIL,
-    KALOS_SPAN_TURN, SessionView, add_span, add_turns_any, common_tokens, copy_checked, entry_run,
+    KALOS_SPAN_TURN, SessionView, add_call_any, add_span, add_turns_any, common_tokens, copy_checked, entry_run,
     history, is_absent, kalos_span, last_user_any, newest_unit_any, plan_any, repeated_any, span_list,
     view_turns,
 )
@@ -831,7 +831,9 @@ cdef class AssemblerCore:
         if head.inside.num_tokens or placement == "before_last_user":
             split = last_user_any(turns[0], parts.plan)
         start = parts.spans.tokens
-        wrong = add_turns_any(turns[0], parts.plan, parts.plan.begin, split, &parts.spans)
+        wrong = add_call_any(turns[0], parts.plan, &parts.spans)
+        if wrong == 0:
+            wrong = add_turns_any(turns[0], parts.plan, parts.plan.begin, split, &parts.spans)
         start = parts.spans.tokens - start
         if wrong == 0:
             if placement == "before_last_user":
@@ -864,14 +866,18 @@ cdef class AssemblerCore:
         cdef const int32_t[::1] framing
         cdef uint32_t i
         placement, ask = recall
-        parts.hits, places, sources, frame = self.recall_hits(ask)
+        parts.hits, places, sources, frame, generation = self.recall_hits(ask)
+        if generation != self.reader.generation or self.reader.index is not parts.index:
+            raise _Moved()
         if not places:
             parts.passages = []
             return []
         memset(&kept, 0, sizeof(kept))
         try:
-            wrong = add_turns_any(
-                turns[0], parts.plan, parts.plan.begin, parts.plan.end, &kept)
+            wrong = add_call_any(turns[0], parts.plan, &kept)
+            if wrong == 0:
+                wrong = add_turns_any(
+                    turns[0], parts.plan, parts.plan.begin, parts.plan.end, &kept)
             if wrong > 0:
                 raise MemoryError()
             if wrong < 0:

@@ -81,6 +81,8 @@ cdef extern from "_turn_table.h" namespace "kalos" nogil:
         const history& turns, const kalos_history_plan& plan, uint64_t* before) noexcept
     uint64_t last_user_any(const history& turns, const kalos_history_plan& plan) noexcept
     uint64_t newest_unit_any(const history& turns) noexcept
+    int64_t add_call_any(
+        const history& turns, const kalos_history_plan& plan, span_list* list) noexcept
     int64_t add_turns_any(
         const history& turns, const kalos_history_plan& plan, uint64_t begin, uint64_t end,
         span_list* list) noexcept

@@ -120,6 +120,7 @@ cdef class SessionView:
         elif table.image.flags & KALOS_IMAGE_TTL and self.expires == NULL:
             self.expires = <double*>grown(NULL, <size_t>self.room * 8)
         self.merged_groups = self.merged_singles = None
+        self.built_at = max(self.built_at, now)  # of a clock that went back, nothing is known
         self.arrays.reserve(self.num_items + stop - seq + 1)
         while seq < stop:
             if self.next_summary < <size_t>len(self.summaries) \

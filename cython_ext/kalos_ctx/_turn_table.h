@@ -303,6 +303,15 @@ inline uint64_t newest_unit_any(const history& turns) {
   return turns.view.sum_before(unit.end) - turns.view.sum_before(unit.begin);
 }
 
+// Adds the call that stands before a plan's kept run, where there is one. 0, or 1 for no memory.
+inline int64_t add_call_any(const history& turns, const kalos_history_plan& plan,
+                            span_list* list) {
+  if (turns.plain || plan.call == KALOS_PLAN_NONE) return 0;
+  const view_turns& view = turns.view;
+  const uint64_t length = position_of(view, plan.call + 1) - position_of(view, plan.call);
+  return add_view_item(view, plan.call, length, 0, list) ? 0 : 1;
+}
+
 // Adds the turns [from, to) of a plan, which lie in its kept run. Returns as add_table_turns.
 inline int64_t add_turns_any(const history& turns, const kalos_history_plan& plan, uint64_t from,
                              uint64_t to, span_list* list) {
@@ -310,10 +319,6 @@ inline int64_t add_turns_any(const history& turns, const kalos_history_plan& pla
   const uint64_t offset = from == plan.begin ? plan.offset : 0;
   if (turns.plain) return add_table_turns(turns.table, from, to, offset, list);
   const view_turns& view = turns.view;
-  if (from == plan.begin && plan.call != KALOS_PLAN_NONE) {
-    const uint64_t length = position_of(view, plan.call + 1) - position_of(view, plan.call);
-    if (!add_view_item(view, plan.call, length, 0, list)) return 1;
-  }
   for (uint64_t t = from; t < to; ++t) {
     if (is_absent(view, t)) continue;
     if (!add_view_item(view, t, view_length(view, t, plan.end), t == from ? offset : 0, list))
