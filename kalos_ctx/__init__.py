@@ -4,8 +4,9 @@ The names below load their modules when they are first used, so that the import 
 needs neither a template engine nor a GPU library.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from kalos_ctx.errors import (
     BudgetExceeded,
@@ -43,7 +44,7 @@ from kalos_ctx.errors import (
     WindowReleased,
 )
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from kalos_ctx._reader import Passage, Turn
     from kalos_ctx.assembler import ContextAssembler
     from kalos_ctx.planner import Plan, PlanItem, Policy
@@ -118,11 +119,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{home}"), name)
+    found = getattr(_import_module(f"{__name__}.{home}"), name)
     globals()[name] = found
     return found
 

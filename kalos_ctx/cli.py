@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -240,8 +241,12 @@ def stats_command(store: StorePath, as_json: AsJson = False) -> None:
         if isinstance(value, dict):
             rows += [(f"{name}.{inner}", _count(one)) for inner, one in value.items()]
         else:
-            rows.append((name, value if name == "created_at" else _count(value)))
+            rows.append((name, _moment(value) if name == "created_at" else _count(value)))
     terminal.table(("what", "value"), rows)
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(" ", "seconds")
 
 
 def _count(value: object) -> object:
@@ -344,6 +349,8 @@ def window_command(
     query = _query(query_text, embed, query_vector)
     if text and tokenizer is None:
         raise CommandFailed("--text needs the tokenizer; give --tokenizer PATH")
+    if generation_prompt and tokenizer is None:
+        raise CommandFailed("--generation-prompt comes from the template; give --tokenizer PATH")
     policy = Policy(stable_prefix=not sliding, generation_prompt=generation_prompt)
     with (
         open_store(store, "r", tokenizer, template) as source,

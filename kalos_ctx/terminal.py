@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,7 +129,8 @@ def table(
     # Captured, since rich would end the process by itself where the reader of a pipe has left.
     with console.capture() as captured:
         console.print(grid)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    print("\n".join(line for line in lines if line))
 
 
 @contextmanager
@@ -219,10 +221,20 @@ def _drop_unwritten() -> None:
 
 
 def prepare_streams() -> None:
-    """Let characters that the terminal's encoding lacks appear escaped instead of failing."""
+    """Let what a stream's encoding lacks appear escaped, and the package's warnings as our lines."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogLine())
+    logging.getLogger("kalos_ctx").addHandler(handler)
+
+
+class _LogLine(logging.Formatter):
+    """A log record as one escaped line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"kalos: {shown(record.getMessage())}"
 
 
 def print_json(value: Any) -> None:

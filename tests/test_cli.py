@@ -389,6 +389,7 @@ def test_window_recalls_by_vector_and_by_text(kalos, filled, tmp_path, monkeypat
         (("--query-vector", "none.npy"), 1, "none.npy"),
         (("--query-text", "hi", "--query-vector", "q.npy"), 2, "not both"),
         (("--text",), 1, "--tokenizer"),
+        (("--generation-prompt",), 1, "--tokenizer"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -410,6 +411,23 @@ def test_window_text_needs_no_more_than_the_tokenizer(kalos, chats, store_path, 
         "window", store_path, "a", "--max-tokens", "9", "--tokenizer", tokenizer, "--text"
     )
     assert (code, out) == (0, "hi hello\n")
+
+
+def test_window_without_the_tokenizer_says_what_is_missing(chats, store_path, tokenizer):
+    """A warning of the package is one line of ours, not a bare log record."""
+    kalos_args = ("import", chats, store_path, "--tokenizer", tokenizer)
+    subprocess.run(
+        subprocess_args(*kalos_args), capture_output=True, env=environment(), check=False
+    )
+    done = subprocess.run(
+        subprocess_args("window", store_path, "a", "--max-tokens", "9", "--json"),
+        capture_output=True,
+        env=environment(),
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, json.loads(done.stdout)["token_ids"]) == (0, [0, 1])
+    assert [line[:7] for line in done.stderr.splitlines()] == ["kalos: "]
 
 
 # ---- This machine -------------------------------------------------------------------------------
