@@ -18,6 +18,7 @@ import time
 
 import numpy as np
 from benchmarks.bench_assemble import fill
+
 from kalos_ctx import ContextAssembler, SessionStore
 
 
@@ -76,7 +77,7 @@ def windows(folder, say):
     with assembler.assemble("short", max_tokens=8192) as one:
         raw = one.token_ids.tobytes()
     copy = np.frombuffer(raw, np.int32)
-    say("floor: numpy copy of the same window", timed(lambda: copy.copy(), 20_000), base)
+    say("floor: numpy copy of the same window", timed(copy.copy, 20_000), base)
     process, client = redis_server(folder)
     if process is not None:
         client.set("w", raw)

@@ -129,8 +129,8 @@ def table(
     # Captured, since rich would end the process by itself where the reader of a pipe has left.
     with console.capture() as captured:
         console.print(grid)
-    lines = [line.rstrip() for line in captured.get().splitlines()]
-    print("\n".join(line for line in lines if line))
+    text = "\n".join(line.rstrip() for line in captured.get().splitlines())
+    print(text.strip("\n"))
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def _drop_unwritten() -> None:
 
 
 def prepare_streams() -> None:
-    """Let what a stream's encoding lacks appear escaped, and the package's warnings as our lines."""
+    """Escape what a stream's encoding lacks, and show the package's warnings as lines of ours."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -32,14 +32,14 @@ def contents(store):
 
 
 def fill(store):
-    """Sessions with groups, keys and times to live; forks; rollback; segments; passages; deletions."""
+    """A bit of everything: groups, keys, times to live, forks, rollback, passages, deletions."""
     for i in range(8):
         for j in range(12):
             store.append(
                 f"s{i}",
                 "user" if j % 2 == 0 else "assistant",
                 token_ids=list(range(i, i + 30)),
-                ttl=5 if i == 6 and j < 4 or i == 7 else None,
+                ttl=5 if (i == 6 and j < 4) or i == 7 else None,
                 group=j // 2,
                 key=f"key{j}",
                 metadata={"j": j},

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 
 import numpy as np
+
 from kalos_ctx import ContextAssembler, Policy, SessionStore
 
 

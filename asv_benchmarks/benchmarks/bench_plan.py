@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from kalos_ctx._planner import FlatHistory, WalkState
 
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 
 import numpy as np
+
 from kalos_ctx.store import SessionStore
 
 TURN_IDS = np.arange(256, dtype=np.int32)  # 1 KiB
