@@ -1,11 +1,12 @@
 """Compaction: the living data written into a new generation of files, the old ones dropped.
 
-The new generation is built aside, synced, and taken over by one write of the state in the control file. A
-crash before that leaves the old files serving, a crash behind it the new ones; either way the other folder is
-removed at the next opening. Readers notice the generation word and follow.
+The new generation is built aside, synced, and taken over by one write of the state in the control
+file. A crash before that leaves the old files serving, a crash behind it the new ones; either way
+the other folder is removed at the next opening. Readers notice the generation word and follow.
 
-Sessions keep their sequence numbers (a turn that expired leaves an empty place), passages their IDs, forks
-what they share. Sessions that expired as a whole, deleted passages and everything rolled back stay behind.
+Sessions keep their sequence numbers (a turn that expired leaves an empty place), passages their
+IDs, forks what they share. Sessions that expired as a whole, deleted passages and everything rolled
+back stay behind.
 """
 
 import os
@@ -19,10 +20,10 @@ from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_ROWS
 from kalos_ctx._index cimport EntryTable, table_clear, table_entry
 from kalos_ctx._layout cimport (
     KALOS_ENTRY_DEAD, KALOS_ENTRY_ORPHAN, KALOS_IMAGE_COMPLEX, KALOS_IMAGE_FORKED,
-    KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_KIND_IMAGE, KALOS_KIND_PASSAGE, KALOS_KIND_SEGMENTS,
-    KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES, KALOS_KIND_TURN, KALOS_ROLE_ASSISTANT, KALOS_ROLE_USER,
+    KALOS_KIND_IMAGE, KALOS_KIND_PASSAGE, KALOS_KIND_SEGMENTS,
+    KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES, KALOS_KIND_TURN,
     KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, KALOS_SLOT_TENANT, kalos_change, kalos_entry,
-    kalos_image, kalos_item, kalos_record,
+    kalos_image,
 )
 from kalos_ctx._log cimport kalos_round_up, kalos_sections
 from kalos_ctx._writer cimport Stage, StoreWriter
@@ -117,14 +118,14 @@ cdef class Compactor:
         cdef kalos_change c
         cdef Parts p
         s.image.next_id = old.next_id if kind == KALOS_SLOT_TENANT else 0
-        s.image.epoch = old.epoch + 1
         if old.flags & KALOS_IMAGE_FORKED:
             s.image.flags |= KALOS_IMAGE_FORKED
             s.image.family = self.families.setdefault(old.family, s.image.slot_id)
-        self.target.change_of(s, &c)
-        memset(&p, 0, sizeof(p))
-        c.image = s.image
-        s.image.last_lsn = self.target.batch.stage_record(KALOS_KIND_IMAGE, 0, &c, &p)
+        if s.image.next_id or s.image.flags:
+            self.target.change_of(s, &c)
+            memset(&p, 0, sizeof(p))
+            c.image = s.image
+            s.image.last_lsn = self.target.batch.stage_record(KALOS_KIND_IMAGE, 0, &c, &p)
         if old.segments_lsn:
             self.copy_items(s, KALOS_KIND_SEGMENTS, self.source.table_bytes(old.segments_lsn)[0])
         if old.summaries_lsn:
@@ -162,9 +163,10 @@ cdef class Compactor:
         cdef Parts p
         cdef kalos_sections old
         cdef kalos_entry shared
-        cdef bytes row
-        cdef uint32_t record_kind = KALOS_KIND_TURN if kind == KALOS_SLOT_SESSION else KALOS_KIND_PASSAGE
+        cdef uint32_t record_kind = KALOS_KIND_PASSAGE
         cdef bint gone = e.flags & KALOS_ENTRY_DEAD or self.source.is_expired(e, self.now)
+        if kind == KALOS_SLOT_SESSION:
+            record_kind = KALOS_KIND_TURN
         self.target.change_of(s, &c)
         memset(&p, 0, sizeof(p))
         c.entry = e[0]
@@ -182,7 +184,7 @@ cdef class Compactor:
             c.vector_crc = old.change.vector_crc
             c.vector_factor = old.change.vector_factor
         else:
-            row = self.copy_payload(s, e, &old, &c, &p)
+            self.copy_payload(s, e, &old, &c, &p)
         if kind == KALOS_SLOT_SESSION:
             c.entry.sum = s.image.sum
             if not gone and not e.flags & KALOS_ENTRY_ORPHAN:
@@ -205,13 +207,13 @@ cdef class Compactor:
         c.created_at = c.expires_at = 0
         return 0
 
-    cdef bytes copy_payload(self, Stage* s, const kalos_entry* e, const kalos_sections* old,
-                            kalos_change* c, Parts* p):
-        """Stage tokens, row and sections of an entry that moves; returns the row's bytes to keep alive."""
+    cdef int copy_payload(self, Stage* s, const kalos_entry* e, const kalos_sections* old,
+                          kalos_change* c, Parts* p) except -1:
+        """Stage tokens, row and sections of an entry that moves."""
         cdef const kalos_change* from_ = old.change
         cdef const int32_t* ids = self.source.token_run(e.tokens_pos, e.num_tokens, e.token_crc)
         cdef const int32_t* live = NULL
-        cdef bytes row = None
+        cdef bytes row
         if e.live_tokens:
             live = self.source.token_run(e.tokens_pos + kalos_round_up(e.num_tokens, 16), e.live_tokens,
                                          e.live_crc)
@@ -233,7 +235,7 @@ cdef class Compactor:
             c.group_bucket = self.target.claim_key(s, c"g", old.group[:from_.group_len], c.entry.seq)
         if from_.call_bucket:
             c.call_bucket = self.target.claim_key(s, c"c", old.group[:from_.group_len], c.entry.seq)
-        return row
+        return 0
 
     cdef int advance(self, Stage* s, uint32_t kind, const kalos_change* c, bint gone) except -1:
         """The slot's image behind the entry."""

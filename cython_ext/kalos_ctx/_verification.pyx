@@ -1,7 +1,8 @@
 """Reading a whole store against its checksums, and copying it.
 
-`verify` walks the log, which is the truth, and everything that follows from it: the token runs and vector rows
-that records refer to, and the index (every slot, entry and bucket must be what the records say).
+`verify` walks the log, which is the truth, and everything that follows from it: the token runs and
+vector rows that records refer to, and the index (every slot, entry and bucket must be what the
+records say).
 """
 
 import os
