@@ -14,7 +14,14 @@ from setuptools import Extension, setup
 DEBUG = os.environ.get("KALOS_DEBUG") == "1"
 HEADERS = sorted(glob.glob("cuda/*.h") + glob.glob("cython_ext/kalos_ctx/*.h"))
 # Modules that include the C++ planner; the others are plain C.
-CXX_MODULES = {"_planner", "_session_view", "_assembler"}
+CXX_MODULES = {
+    "_planner",
+    "_session_view",
+    "_window_parts",
+    "_session_table",
+    "_context_window",
+    "_assembler",
+}
 JOBS = os.cpu_count() or 1
 # Cython's worker processes would run this file again under any other start method.
 CYTHON_JOBS = JOBS if multiprocessing.get_start_method() == "fork" else 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kalos_ctx import arguments, items
-from kalos_ctx._assembler import AssemblerCore, Head, Rules
+from kalos_ctx._assembler import AssemblerCore
+from kalos_ctx._window_parts import Head, Rules
 from kalos_ctx.arguments import ROLE_NAMES, name_bytes, name_out, role_code
 from kalos_ctx.batches import ContextBatch, build_batch
 from kalos_ctx.errors import (
@@ -26,8 +28,10 @@ from kalos_ctx.store import SessionStore
 from kalos_ctx.store_tables import TOOLS_ROLE
 
 if TYPE_CHECKING:
-    from kalos_ctx._assembler import ContextWindow
+    from kalos_ctx._context_window import ContextWindow
     from kalos_ctx.types import Hits
+
+    Held = TypeVar("Held", ContextWindow, ContextBatch)
 
 log = logging.getLogger(__name__)
 
@@ -313,6 +317,7 @@ class ContextAssembler(AssemblerCore):
 
     def checked_recall(
         self,
+        *,
         query: Any,
         tenant: Any,
         session: Any,
@@ -329,7 +334,9 @@ class ContextAssembler(AssemblerCore):
         count = arguments.whole(top_k, "top_k")
         names = _collections(collections)
         if not isinstance(session_recall, bool):
-            raise InvalidType(f"session_recall must be a bool (got {type(session_recall).__name__})")
+            raise InvalidType(
+                f"session_recall must be a bool (got {type(session_recall).__name__})"
+            )
         least = _score(min_score)
         if filters is not None and not isinstance(filters, Mapping):
             raise InvalidType(f"filters must be a mapping (got {type(filters).__name__})")
@@ -368,9 +375,7 @@ class ContextAssembler(AssemblerCore):
         if code is None:
             raise InvalidType(f"recall_role must be a str (got {type(role).__name__})")
         if role in ("tool", "function"):
-            raise InvalidArgument(
-                f"recall_role must be a role that answers no call (got {role!r})"
-            )
+            raise InvalidArgument(f"recall_role must be a role that answers no call (got {role!r})")
         if self._codec is None:
             return _NO_FRAME
         frame = self._frames.get(role)
@@ -380,7 +385,7 @@ class ContextAssembler(AssemblerCore):
         return frame
 
 
-async def _in_thread(call: Any, *args: Any, **options: Any) -> Any:
+async def _in_thread(call: Callable[..., Held], *args: Any, **options: Any) -> Held:
     """Run a call that gives something to release; a cancelled caller loses no slot."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *args, **options))
     try:
@@ -390,7 +395,7 @@ async def _in_thread(call: Any, *args: Any, **options: Any) -> Any:
         raise
 
 
-def _release_unseen(task: asyncio.Future[Any]) -> None:
+def _release_unseen(task: asyncio.Future[Held]) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().release()
 
@@ -425,7 +430,7 @@ def _score(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidType(f"min_score must be a number (got {type(value).__name__})")
     score = float(value)
-    if score != score:
+    if math.isnan(score):
         raise InvalidArgument("min_score must not be NaN")
     return score
 

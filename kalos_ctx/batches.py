@@ -12,7 +12,7 @@ from kalos_ctx import arguments
 from kalos_ctx.errors import InvalidArgument, InvalidType, KalosError, PoolExhausted, WindowReleased
 
 if TYPE_CHECKING:
-    from kalos_ctx._assembler import ContextWindow
+    from kalos_ctx._context_window import ContextWindow
     from kalos_ctx.assembler import ContextAssembler
 
 LAYOUTS = ("packed", "left", "right")
@@ -73,9 +73,7 @@ class ContextBatch:
         places = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
         self.positions = places.astype(np.int32)
 
-    def _pad(
-        self, rows: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad_id: int
-    ) -> None:
+    def _pad(self, rows: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad_id: int) -> None:
         longest = int(lengths.max(initial=0))
         columns = np.arange(longest)
         first = (longest - lengths if self.layout == "left" else np.zeros_like(lengths))[:, None]
@@ -103,7 +101,7 @@ class ContextBatch:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Say where the tokens are: (1, 0), the CPU."""
-        return self.token_ids.__dlpack_device__()  # type: ignore[return-value]
+        return self.token_ids.__dlpack_device__()
 
     def release(self) -> None:
         """Free all windows. Idempotent; the batch's arrays stay valid."""

@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kalos_ctx import blockkeys
-from kalos_ctx._assembler import use_report
+from kalos_ctx._context_window import use_report
 from kalos_ctx.arguments import whole
 from kalos_ctx.errors import WindowReleased
 from kalos_ctx.planner import Budget, Plan, PlanItem
 from kalos_ctx.types import Hits
 
 if TYPE_CHECKING:
-    from kalos_ctx._assembler import ContextWindow, WindowParts
+    from kalos_ctx._context_window import ContextWindow
+    from kalos_ctx._window_parts import WindowParts
 
 NO_HITS = Hits(np.empty(0, np.uint64), np.empty(0, np.float32), np.zeros(1, np.int64))
 
@@ -219,7 +220,7 @@ def plan_of(parts: WindowParts) -> Plan:
             items.append(PlanItem(kind, lengths[at], "dropped", why, at))
 
     for kind, name, seq, number, start, stop in parts.tiles():
-        if kind in ("turn", "summary"):
+        if seq is not None:
             until(seq)
             cut = why_of[kind, seq][1]
             items.append(
@@ -233,9 +234,7 @@ def plan_of(parts: WindowParts) -> Plan:
             items.append(PlanItem("passage", tokens, "dropped", why, id=number, name=source))
     by_segment: Mapping[str, int] = _by_segment(parts.tiles())
     history = parts.budget
-    head = sum(
-        item.tokens for item in items if item.kind in ("segment", "generation_prompt")
-    )
+    head = sum(item.tokens for item in items if item.kind in ("segment", "generation_prompt"))
     budget = Budget(parts.total, head, history, parts.recall_budget)
     low = parts.low_mark
     return Plan(tuple(items), budget, history if low is None else low, parts.num_tokens, by_segment)

@@ -454,6 +454,24 @@ def test_ttl_of_some_turns_hides_those_alone(store, clock):
     assert [turn.seq for turn in store.turns("s")] == [0, 3, 4]
 
 
+def test_ttl_turns_gone_by_compaction_leave_their_numbers_empty(store, clock):
+    """The compacted session forgot that it had such turns, and counted their places."""
+    for i, ttl in enumerate((None, 1, 1, None, 1)):
+        store.append("s", "user", token_ids=[i], ttl=ttl)
+    clock.advance(2)
+    for _ in range(2):
+        store.compact()
+        assert [turn.seq for turn in store.turns("s")] == [0, 3]
+        assert store.count("s") == 2
+    assert store.append("s", "user", token_ids=[5]) == 5
+    assert store.rollback("s", 3) == 3
+    assert ([turn.seq for turn in store.turns("s")], store.count("s")) == ([0], 1)
+    store.fork("s", "child", at=2)
+    assert store.count("child") == 1
+    assert store.append("child", "user", token_ids=[6]) == 2
+    assert store.verify().ok
+
+
 def test_ttl_after_a_rollback_is_that_of_the_turns_that_stay(store, clock):
     store.append("s", "user", token_ids=[0], ttl=1)
     store.append("s", "user", token_ids=[1])

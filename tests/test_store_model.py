@@ -374,7 +374,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreModel = StoreMachine.TestCase
-TestStoreModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestStoreModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_model_itself_tells_an_expired_session_from_one_without_turns():

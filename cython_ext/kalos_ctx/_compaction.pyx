@@ -19,7 +19,7 @@ from kalos_ctx._batch cimport Batch, Parts
 from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_ROWS
 from kalos_ctx._index cimport EntryTable, table_clear, table_entry
 from kalos_ctx._layout cimport (
-    KALOS_ENTRY_DEAD, KALOS_ENTRY_ORPHAN, KALOS_IMAGE_COMPLEX, KALOS_IMAGE_FORKED,
+    KALOS_ENTRY_DEAD, KALOS_ENTRY_ORPHAN, KALOS_IMAGE_COMPLEX, KALOS_IMAGE_FORKED, KALOS_IMAGE_TTL,
     KALOS_KIND_IMAGE, KALOS_KIND_PASSAGE, KALOS_KIND_SEGMENTS,
     KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES, KALOS_KIND_TURN,
     KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION, KALOS_SLOT_TENANT, kalos_change, kalos_entry,
@@ -242,7 +242,8 @@ cdef class Compactor:
         cdef kalos_image* image = &s.image
         if gone:
             image.num_entries += 1
-            image.flags |= KALOS_IMAGE_COMPLEX
+            # As a session with expired turns, so that its turns are counted one by one.
+            image.flags |= KALOS_IMAGE_COMPLEX | KALOS_IMAGE_TTL
             return 0
         self.target.advance(s, KALOS_KIND_TURN if kind == KALOS_SLOT_SESSION else KALOS_KIND_PASSAGE, c)
         if image.flags & KALOS_IMAGE_FORKED:

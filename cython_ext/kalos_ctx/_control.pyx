@@ -168,12 +168,14 @@ cdef class Control:
         """The word with its check, to see whether it changed."""
         return KALOS_LOAD_ACQUIRE(<uint64_t*>(self.file.base + KALOS_CONTROL_WORDS) + <int>which)
 
+    def holds(self, Word which):
+        """Whether a word proves itself."""
+        cdef uint64_t value
+        return bool(kalos_unseal(self.raw_word(which), which, &value))
+
     def count_up(self, Word which):
         """Advance a word that only has to change; one that is damaged begins at the clock."""
-        try:
-            value = self.word(which) + 1
-        except StoreCorrupt:
-            value = time.time_ns() >> 10
+        value = self.word(which) + 1 if self.holds(which) else time.time_ns() >> 10
         self.set_word(which, value & KALOS_POSITION_MASK)
 
     cdef int set_word(self, Word which, uint64_t value) except -1:

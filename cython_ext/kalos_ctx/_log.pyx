@@ -201,11 +201,13 @@ cdef class Log:
 
         Other records may lie there too: a power loss may keep a later one of several unsynced writes.
         """
-        cdef uint32_t segment = KALOS_POSITION_SEGMENT(lsn)
-        cdef size_t off = KALOS_POSITION_OFFSET(lsn) + KALOS_ALIGN, size
-        cdef uint32_t last = self.num_segments()
+        cdef uint32_t first = KALOS_POSITION_SEGMENT(lsn), segment
+        cdef size_t off, size
         cdef const kalos_record* rec
-        while segment < last:
+        for segment in self.files.present():
+            if segment < first:
+                continue
+            off = KALOS_POSITION_OFFSET(lsn) + KALOS_ALIGN if segment == first else KALOS_SEGMENT_FIRST
             size = self.files.size_of(segment)
             while off + sizeof(kalos_record) <= size:
                 rec = <const kalos_record*>self.files.at(segment, off, sizeof(kalos_record))
@@ -213,8 +215,6 @@ cdef class Log:
                         and kalos_header_valid(self.salt, rec, KALOS_POSITION(segment, off), size - off):
                     return True
                 off += KALOS_ALIGN
-            segment += 1
-            off = KALOS_SEGMENT_FIRST
         return False
 
     def drop_tail(self, uint64_t lsn):
@@ -238,7 +238,10 @@ cdef class Log:
             f = self.files.files[segment]
             if f is not None:
                 f.close()
-            self.files.files.pop()
-            self.files.count -= 1
             self.files.bases[segment] = NULL
             self.files.sizes[segment] = 0
+            self.files.files[segment] = None
+            # Numbers that were skipped, because there was a hole, are not known either.
+            while self.files.files and self.files.files[self.files.count - 1] is None:
+                self.files.files.pop()
+                self.files.count -= 1

@@ -260,6 +260,9 @@ cdef class WritableStore(StoreReader):
                 raise
             in_order = False
             stop, flaw, partly = self.replay(self.begin_rebuild(), promised)
+        if not in_order and not self.aside and stop == start:
+            # The batch that the index took last is not in the log: it says more than the log does.
+            stop, flaw, partly = self.replay(self.begin_rebuild(), promised)
         self.settle_tail(stop, flaw or ("unfinished batch" if partly else None), promised, copied)
         self.log.end = stop
         unsure = self.recovery["flaw"] is not None or not same_boot or copied or bool(self.aside)
@@ -313,7 +316,7 @@ cdef class WritableStore(StoreReader):
         self.control.set_word(WORD_ROWS, self.index.cursor.vector_rows)
         self.control.set_word(WORD_GENERATION, self.generation)
         self.control.count_up(WORD_ERASURES)
-        if self.aside:
+        if self.aside or not self.control.holds(WORD_INDEX):
             self.control.count_up(WORD_INDEX)
         self.aside = False
 
@@ -492,6 +495,9 @@ cdef class WritableStore(StoreReader):
         """Judge what lies behind the last whole batch, report it, and take it out of the files."""
         tail = self.tail_bytes(stop)
         if flaw is None and tail == 0 and stop >= promised and self.log.check_header(0) is not None:
+            # A segment that was begun and holds nothing yet would confuse the next roll.
+            if self.log.files.last_present() > <long>KALOS_POSITION_SEGMENT(stop):
+                self.log.drop_tail(stop)
             return
         if flaw is None:
             flaw = "cut" if stop < promised else "stale bytes"
@@ -525,7 +531,8 @@ cdef class WritableStore(StoreReader):
             if segment < KALOS_POSITION_SEGMENT(stop):
                 continue
             size = self.log.files.size_of(segment)
-            off = KALOS_POSITION_OFFSET(stop) if segment == KALOS_POSITION_SEGMENT(stop) else 0
+            off = KALOS_POSITION_OFFSET(stop) if segment == KALOS_POSITION_SEGMENT(stop) \
+                else KALOS_SEGMENT_FIRST
             if size > off:
                 total += len((<const char*>self.log.files.at(segment, off, size - off))[
                     :size - off].rstrip(b"\0"))

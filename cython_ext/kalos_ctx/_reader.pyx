@@ -25,7 +25,7 @@ from kalos_ctx._layout cimport (
     KALOS_ENTRY_TTL, KALOS_ENTRY_ZERO, KALOS_HAS_GROUP, KALOS_HAS_METADATA, KALOS_HAS_TEXT,
     KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_KIND_SEGMENTS, KALOS_KIND_SUMMARIES,
     KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION,
-    KALOS_SLOT_TENANT, kalos_crc32c, kalos_entry, kalos_image, kalos_item, kalos_row,
+    KALOS_SLOT_TENANT, kalos_crc32c, kalos_cursor, kalos_entry, kalos_image, kalos_item, kalos_row,
     kalos_state,
 )
 from kalos_ctx._log cimport Log, kalos_sections, kalos_sections_of
@@ -310,8 +310,9 @@ cdef class StoreReader:
         """
         cdef const kalos_state* state = &self.control.state
         cdef bytes boot = _control.boot_id()
-        what = "does not belong to this store"
-        if index.matches((<char*>self.control.head.uuid)[:16], generation):
+        what = "is cut or does not belong to this store"
+        if index.matches((<char*>self.control.head.uuid)[:16], generation) \
+                and index.reaches((<const char*>&state.cursor)[:sizeof(kalos_cursor)]):
             what = "was not brought up to its log after a crash"
             original = index.is_original()
             if index.epoch == state.epoch and (state.clean or original):

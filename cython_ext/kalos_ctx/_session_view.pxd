@@ -1,4 +1,4 @@
-"""What the planner reads a session through: its entries where they lie, or flat arrays built from them."""
+"""What the planner reads a session through: its entries where they lie, or flat arrays."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
@@ -88,6 +88,8 @@ cdef extern from "_turn_table.h" namespace "kalos" nogil:
         span_list* list) noexcept
     bint is_absent[T](const T& turns, uint64_t t) noexcept
     uint32_t copy_checked(int32_t* to, const void* source, uint64_t n) noexcept
+    bint stands_in(
+        const int32_t* history, uint64_t num_tokens, const int32_t* ids, uint64_t n) noexcept
     uint64_t common_tokens(const int32_t* a, const int32_t* b, uint64_t n) noexcept
 
 
@@ -136,11 +138,14 @@ cdef class SessionView:
     cdef readonly uint64_t version     # changes when what was there changes: resume states end
     cdef Merged merged_groups
     cdef Merged merged_singles
-    cdef int extend(self, Index index, Log log, EntryTable* table, uint32_t stop, double now) except -1
-    cdef int add_turn(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1
+    cdef int extend(self, Index index, Log log, EntryTable* table, uint32_t stop,
+                    double now) except -1
+    cdef int add_turn(self, Index index, Log log, EntryTable* table,
+                      const kalos_entry* e) except -1
     cdef bint read_expiry(self, Log log, const kalos_entry* e, double now) except -1
     cdef bint is_gone_from(self, uint32_t seq) except -1
-    cdef bint has_call(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1
+    cdef bint has_call(self, Index index, Log log, EntryTable* table,
+                       const kalos_entry* e) except -1
     cdef uint64_t length_of(self, uint32_t v) noexcept
     cdef int note_expired(self, uint32_t seq) except -1
     cdef int add_summary(self, tuple summary) except -1

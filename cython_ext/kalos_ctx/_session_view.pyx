@@ -7,7 +7,7 @@ are appended; a rollback, an expiry or a new summary makes a new one.
 """
 
 from libc.math cimport INFINITY
-from libc.stdint cimport uint16_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from kalos_ctx._index cimport EntryTable, Index, table_entry
@@ -107,7 +107,8 @@ cdef class SessionView:
             return False
         return not (self.shows_live and table.image.last_user != self.last_user)
 
-    cdef int extend(self, Index index, Log log, EntryTable* table, uint32_t stop, double now) except -1:
+    cdef int extend(self, Index index, Log log, EntryTable* table, uint32_t stop,
+                    double now) except -1:
         """Look at the turns [count, stop)."""
         cdef const kalos_entry* e
         cdef uint32_t seq = self.count, room
@@ -170,7 +171,8 @@ cdef class SessionView:
         self.valid_until = min(self.valid_until, s.change.expires_at)
         return True
 
-    cdef int add_turn(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1:
+    cdef int add_turn(self, Index index, Log log, EntryTable* table,
+                      const kalos_entry* e) except -1:
         """One living turn, or an orphan."""
         cdef uint32_t v = self.num_items, seq = e.seq, first = v, single = v, at
         cdef view_item* item = &self.arrays.items[v]
@@ -210,7 +212,8 @@ cdef class SessionView:
         """Whether one of the turns from `seq` on is gone: expired, or in a summary."""
         return len(self.gone) > 0 and <uint32_t>self.gone[len(self.gone) - 1][1] > seq
 
-    cdef bint has_call(self, Index index, Log log, EntryTable* table, const kalos_entry* e) except -1:
+    cdef bint has_call(self, Index index, Log log, EntryTable* table,
+                       const kalos_entry* e) except -1:
         """Whether the call that a result answers still stands in the session."""
         cdef const kalos_entry* other
         cdef bytes group = group_of(log, e)

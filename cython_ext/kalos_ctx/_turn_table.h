@@ -1,5 +1,5 @@
-// _turn_table.h: the accessors that the planner reads a stored session through, and the spans that a
-// window is made of. C++17 for the host.
+// _turn_table.h: the accessors that the planner reads a stored session through, and the spans that
+// a window is made of. C++17 for the host.
 //
 // A plain session (no groups, trims, orphans, expiry or live forms) is planned where it lies, over
 // the runs of its entries: O(log n). Every other one is planned over flat arrays (_session_view).
@@ -28,10 +28,10 @@ typedef struct kalos_span {
 } kalos_span;
 KALOS_STATIC_ASSERT(sizeof(kalos_span) == 40, "kalos_span");
 
-#define KALOS_SPAN_HEAD 0u       // the block of head segments
-#define KALOS_SPAN_INSIDE 1u     // segments before the last user turn
-#define KALOS_SPAN_TAIL 2u       // segments at the end
-#define KALOS_SPAN_PROMPT 3u     // the generation prompt
+#define KALOS_SPAN_HEAD 0u    // the block of head segments
+#define KALOS_SPAN_INSIDE 1u  // segments before the last user turn
+#define KALOS_SPAN_TAIL 2u    // segments at the end
+#define KALOS_SPAN_PROMPT 3u  // the generation prompt
 #define KALOS_SPAN_TURN 4u
 #define KALOS_SPAN_SUMMARY 5u
 #define KALOS_SPAN_PASSAGE 6u
@@ -182,8 +182,8 @@ inline bool ensure_spans(span_list* list, uint64_t more) {
   return true;
 }
 
-// Adds the turns [begin, end) of a plain session, the first without `offset` tokens. 0; the place of
-// a wrong entry + 1 as a negative number; or 1 for no memory.
+// Adds the turns [begin, end) of a plain session, the first without `offset` tokens. 0; the place
+// of a wrong entry + 1 as a negative number; or 1 for no memory.
 inline int64_t add_table_turns(const table_turns& turns, uint64_t begin, uint64_t end,
                                uint64_t offset, span_list* list) {
   if (begin >= end) return 0;
@@ -254,7 +254,8 @@ inline uint64_t view_length(const view_turns& turns, uint64_t t, uint64_t end) {
   return stop - position_of(turns, t);
 }
 
-// The last user turn of [begin, end) behind which nothing belongs to the same block; `end` for none.
+// The last user turn of [begin, end) behind which nothing belongs to the same block; `end` for
+// none.
 template <class Turns>
 uint64_t last_user_turn(const Turns& turns, uint64_t begin, uint64_t end) {
   for (uint64_t t = end; t > begin; --t) {
@@ -304,8 +305,7 @@ inline uint64_t newest_unit_any(const history& turns) {
 }
 
 // Adds the call that stands before a plan's kept run, where there is one. 0, or 1 for no memory.
-inline int64_t add_call_any(const history& turns, const kalos_history_plan& plan,
-                            span_list* list) {
+inline int64_t add_call_any(const history& turns, const kalos_history_plan& plan, span_list* list) {
   if (turns.plain || plan.call == KALOS_PLAN_NONE) return 0;
   const view_turns& view = turns.view;
   const uint64_t length = position_of(view, plan.call + 1) - position_of(view, plan.call);
@@ -331,6 +331,18 @@ inline int64_t add_turns_any(const history& turns, const kalos_history_plan& pla
 inline uint32_t copy_checked(int32_t* to, const void* from, uint64_t n) {
   memcpy(to, from, n * 4);
   return kalos_crc32c(0, to, n * 4);
+}
+
+// Whether `ids` stand in `history` as one run; no IDs count as standing there.
+inline bool stands_in(const int32_t* history, uint64_t num_tokens, const int32_t* ids, uint64_t n) {
+  if (n == 0) return true;
+  const char* at = (const char*)history;
+  const char* stop = (const char*)(history + num_tokens);
+  while ((at = (const char*)memmem(at, stop - at, ids, n * 4))) {
+    if ((at - (const char*)history) % 4 == 0) return true;
+    ++at;
+  }
+  return false;
 }
 
 inline uint64_t common_tokens(const int32_t* a, const int32_t* b, uint64_t n) {

@@ -478,7 +478,10 @@ cdef class StoreWriter(WritableStore):
         s.image.expires_at = 0
         for seq in range(to):
             e = self.entry_at(s, seq)
-            if e.flags & KALOS_ENTRY_TTL:
+            if e.flags & KALOS_ENTRY_DEAD:
+                # An empty place of a turn that had expired when the store was compacted.
+                s.image.flags |= KALOS_IMAGE_TTL
+            elif e.flags & KALOS_ENTRY_TTL:
                 self.log.sections(e.lsn, &found)
                 s.image.flags |= KALOS_IMAGE_TTL
                 s.image.expires_at = max(s.image.expires_at, found.change.expires_at)

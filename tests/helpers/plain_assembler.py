@@ -1,4 +1,4 @@
-"""An assembler in plain Python, written from CONTRACT.md's words: lists of turns, no index, no cache.
+"""An assembler in plain Python, written from CONTRACT.md's words: lists, no index, no cache.
 
 It shares the walk over units with `plain_planner` and nothing with the compiled assembler.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from helpers import plain_planner
 
-RESULTS = ("tool",)
+RESULTS = ("tool", "function")
 
 
 @dataclass
@@ -84,7 +84,7 @@ def stored_units(turns):
         first = now
         if turn.trim and now:
             first = start_of(now - 1)
-        members = [t for t in range(now) if turns[t].group == turn.group is not None]
+        members = [t for t in range(now) if t not in orphans and turns[t].group == turn.group]
         callers = [t for t in members if turns[t].role == "assistant"]
         assistants = [t for t in range(now) if turns[t].role == "assistant"]
         if turn.group is not None:
@@ -174,11 +174,7 @@ def merged(items):
     for place, item in enumerate(items):
         if item.absent:
             continue
-        if (
-            before is not None
-            and items[before].role == item.role
-            and item.role not in ("tool", "function")
-        ):
+        if before is not None and items[before].role == item.role and item.role not in RESULTS:
             pairs.append((before, place))
             fits = item.prefix + items[before].suffix < len(item.ids) - item.trim
             if not item.trim and fits:
