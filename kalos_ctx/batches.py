@@ -142,7 +142,7 @@ def build_batch(
             try:
                 windows.append(assembler.assemble(**row))
             except KalosError as error:
-                error.add_note(f"requests[{place}]")
+                error.args = (f"requests[{place}]: {error}", *error.args[1:])
                 if on_error == "raise":
                     raise
                 windows.append(error)

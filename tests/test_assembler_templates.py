@@ -55,13 +55,13 @@ def chats(store):
 
 
 def test_every_user_ended_prompt_equals_the_whole_rendering(chats):
-    """All prompts of each fifth conversation, and the last one, which holds them, of the others."""
+    """All prompts of each ninth conversation, and the last one, which holds them, of the others."""
     render = compile_template(template_text("qwen3_bundled"), 0.0)
     tokenizer = tokenizer_of("qwen3_bundled")
     for number, dialogue in enumerate(dialogues()):
         messages = dialogue["messages"]
         ends = [place + 1 for place in users(messages)]
-        ends = ends if number % 5 == 0 else ends[-1:]
+        ends = ends if number % 9 == 0 else ends[-1:]
         texts = [render(messages[:end]) for end in ends]
         whole = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for end, encoding in zip(ends, whole, strict=True):

@@ -97,7 +97,7 @@ cdef Py_ssize_t out_tokens(object out) except -1:
     cdef Py_ssize_t n
     try:
         PyObject_GetBuffer(out, &view, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_ND)
-    except (BufferError, TypeError):
+    except (BufferError, TypeError, ValueError):
         raise InvalidType("out must be a writable, contiguous int32 buffer") from None
     form = view.format.decode() if view.format != NULL else "B"
     n = view.shape[0] if view.ndim == 1 else -1
