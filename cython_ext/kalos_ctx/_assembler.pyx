@@ -20,9 +20,8 @@ from kalos_ctx._layout cimport (
     KALOS_POSITION_SEGMENT, kalos_entry,
 )
 from kalos_ctx._planner cimport (
-    KALOS_PASSAGE_TAKEN, KALOS_PLAN_GROUPS, KALOS_PLAN_NONE, KALOS_PLAN_OVERFLOW,
-    KALOS_PLAN_PARTIAL, KALOS_PLAN_STABLE, kalos_plan_resume, low_mark, recall_frame,
-    select_passages,
+    KALOS_PLAN_GROUPS, KALOS_PLAN_NONE, KALOS_PLAN_OVERFLOW, KALOS_PLAN_PARTIAL,
+    KALOS_PLAN_STABLE, kalos_plan_resume, low_mark,
 )
 from kalos_ctx._reader cimport StoreReader
 from kalos_ctx._segment cimport SegmentSet
@@ -30,11 +29,11 @@ from kalos_ctx._session_table cimport WALKS, SessionRef, SessionTable
 from kalos_ctx._session_view cimport (
     KALOS_SPAN_FRAME, KALOS_SPAN_HEAD, KALOS_SPAN_INSIDE, KALOS_SPAN_OPENS, KALOS_SPAN_PASSAGE,
     KALOS_SPAN_PROMPT, KALOS_SPAN_TAIL, add_call_any, add_turns_any, entry_run, history, kalos_span,
-    last_user_any, newest_unit_any, plan_any, repeated_any, span_list, stands_in,
+    last_user_any, newest_unit_any, plan_any, repeated_any, span_list,
 )
 from kalos_ctx._window_parts cimport (
     MEMORY_HEAD, MEMORY_INSIDE, MEMORY_PREFIX, MEMORY_PROMPT, MEMORY_SEPARATOR, MEMORY_SUFFIX,
-    MEMORY_TAIL, UNLIMITED_BITS, Head, Rules, WindowParts, now_ns,
+    MEMORY_TAIL, UNLIMITED_BITS, Head, Rules, WindowParts, choose_passages, now_ns,
 )
 from kalos_ctx._windows cimport KALOS_WINDOW_MAX_TOKENS, WindowPool
 
@@ -45,7 +44,6 @@ from kalos_ctx.errors import (
 
 cdef uint64_t UNLIMITED = <uint64_t>1 << UNLIMITED_BITS
 cdef int TRIES = 64                             # of a call whose session keeps changing
-cdef tuple VERDICT_NAMES = ("taken", "recall_budget", "duplicate")
 
 
 cdef class AssemblerCore(SessionTable):
@@ -450,7 +448,7 @@ cdef class AssemblerCore(SessionTable):
         window.c_set_length(parts.spans.tokens)
         if ref.previous is not None:
             parts.compare(ref.previous, window.c_data())
-        ref.previous = parts
+        self.keep_parts(ref, parts)
         window.ref, window.parts = ref, parts
         window.link(self)
         parts.ref = None  # the session refers to its last window's parts: no cycle
@@ -579,45 +577,3 @@ cdef class AssemblerCore(SessionTable):
             placement=placement, recall_role=recall_role, as_of=as_of)
         return self.run(
             True, session, tenant, max_tokens, reserve, recall, as_of, policy, stream, out)
-
-
-cdef tuple choose_passages(
-    list found, list numbers, sources, tuple frame, const int32_t* kept, uint64_t num_kept,
-    uint64_t budget,
-):
-    """Which passages are taken.
-
-    Returns those as `lay_passages` takes them, what became of each hit as (id, source, tokens,
-    why), and the tokens used.
-    """
-    cdef Py_ssize_t n = len(found), i
-    cdef recall_frame framing
-    cdef uint64_t used
-    cdef uint64_t* lengths = <uint64_t*>malloc(n * 8)
-    cdef uint8_t* inside = <uint8_t*>malloc(n * 2)
-    cdef uint32_t* same = <uint32_t*>malloc(n * 4)
-    cdef dict first = {}
-    cdef list taken = [], told = []
-    framing.prefix, framing.separator, framing.suffix = [len(ids) for ids in frame]
-    try:
-        if lengths == NULL or inside == NULL or same == NULL:
-            raise MemoryError()
-        for i in range(n):
-            content = found[i][4]
-            lengths[i] = len(content) // 4
-            inside[i] = stands_in(
-                kept, num_kept, <const int32_t*>PyBytes_AS_STRING(content), lengths[i])
-            same[i] = first.setdefault(content, i)
-        used = select_passages(lengths, inside, same, n, framing, budget, inside + n)
-        for i in range(n):
-            why = "" if inside[n + i] == KALOS_PASSAGE_TAKEN else VERDICT_NAMES[inside[n + i]]
-            if lengths[i] == 0:
-                why = "empty"
-            told.append((numbers[i], sources[i], lengths[i], why))
-            if not why:
-                taken.append((i, *found[i][:4], lengths[i]))
-    finally:
-        free(lengths)
-        free(inside)
-        free(same)
-    return taken, told, used

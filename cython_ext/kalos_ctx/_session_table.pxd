@@ -55,6 +55,7 @@ cdef class SessionTable:
     cdef dict heads                # heads by what they are made of
     cdef object views              # sessions that have a view, the least recently used first
     cdef size_t view_bytes
+    cdef size_t parts_bytes        # of the windows before
     cdef object clock
     cdef bint dated                # the head depends on the time
     cdef int follow(self) except -1
@@ -65,3 +66,4 @@ cdef class SessionTable:
     cdef SessionView view_of(self, SessionRef ref, EntryTable* table, uint32_t count)
     cdef SessionView new_view(self, EntryTable* table, uint32_t count, double now)
     cdef int keep_view(self, SessionRef ref, SessionView view) except -1
+    cdef int keep_parts(self, SessionRef ref, WindowParts parts) except -1

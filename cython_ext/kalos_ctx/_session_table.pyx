@@ -13,8 +13,8 @@ from kalos_ctx._layout cimport (
     KALOS_IMAGE_DEAD, KALOS_IMAGE_TTL, KALOS_ROLE_USER, KALOS_SLOT_SESSION, KALOS_SLOT_TENANT,
     kalos_entry, kalos_image,
 )
-from kalos_ctx._session_view cimport SessionView
-from kalos_ctx._window_parts cimport Head
+from kalos_ctx._session_view cimport SessionView, kalos_span
+from kalos_ctx._window_parts cimport Head, WindowParts
 from kalos_ctx._windows cimport c_tenant_key
 
 from kalos_ctx.errors import SessionNotFound, StoreClosed
@@ -28,6 +28,7 @@ cdef extern from *:
 cdef Py_ssize_t ROOM = 4096         # sessions remembered are one to two times this
 cdef Py_ssize_t HEADS_ROOM = 1024
 cdef size_t VIEW_BYTES = 128 << 20
+cdef size_t PARTS_BYTES = 64 << 20
 
 
 class Moved(Exception):
@@ -92,6 +93,7 @@ cdef class SessionTable:
         if len(self.young) >= ROOM:
             for gone in self.old.values():
                 self.drop_view(gone)
+                self.drop_parts(gone)
             self.old = self.young
             self.young = {}
         self.young[key] = ref
@@ -102,7 +104,7 @@ cdef class SessionTable:
         ref.slot_off = 0
         ref.owner = None
         ref.head = None
-        ref.previous = None
+        self.drop_parts(ref)
         memset(ref.walk_states, 0, sizeof(ref.walk_states))
         self.drop_view(ref)
 
@@ -194,6 +196,24 @@ cdef class SessionTable:
         if ref.view is not None:
             ref.view = None
             self.view_bytes -= self.views.pop(ref.key, 0)
+
+    def drop_parts(self, SessionRef ref):
+        """Forget the session's window before."""
+        if ref.previous is not None:
+            self.parts_bytes -= ref.previous.spans.room * sizeof(kalos_span)
+            ref.previous = None
+
+    cdef int keep_parts(self, SessionRef ref, WindowParts parts) except -1:
+        """Remember what a window is made of for the next; all others go where it is too much."""
+        cdef SessionRef other
+        self.drop_parts(ref)
+        self.parts_bytes += parts.spans.room * sizeof(kalos_span)
+        if self.parts_bytes > PARTS_BYTES:
+            for known in (self.young, self.old, self.live):
+                for other in known.values():
+                    self.drop_parts(other)
+        ref.previous = parts
+        return 0
 
     cdef int keep_view(self, SessionRef ref, SessionView view) except -1:
         """Remember a view; the least recently used go where all take too much memory."""

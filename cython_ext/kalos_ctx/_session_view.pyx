@@ -174,7 +174,7 @@ cdef class SessionView:
     cdef int add_turn(self, Index index, Log log, EntryTable* table,
                       const kalos_entry* e) except -1:
         """One living turn, or an orphan."""
-        cdef uint32_t v = self.num_items, seq = e.seq, first = v, single = v, at
+        cdef uint32_t v = self.num_items, seq = e.seq, first = v, single = v
         cdef view_item* item = &self.arrays.items[v]
         cdef bint absent = e.flags & KALOS_ENTRY_ORPHAN
         item.pos = e.tokens_pos
@@ -198,15 +198,14 @@ cdef class SessionView:
         if e.trim_prev and not absent:
             # It continues the block of the turn before; without that it has no beginning.
             absent = v == 0 or v == self.barrier or self.arrays.items[v - 1].id + 1 != seq \
-                or self.length_of(v - 1) == 0
+                or self.length_of(v - 1) < e.trim_prev or item.run <= e.trim_prev
             single = self.arrays.singles[v - 1] if v else 0
             first = min(first, self.arrays.firsts[v - 1] if v else 0)
         if absent:
             first = single = v
             self.arrays.trims[v] = 0
             return self.close_item(0, first, single)
-        at = self.arrays.trims[v]
-        return self.close_item(item.run - at if item.run > at else 0, first, single)
+        return self.close_item(item.run - self.arrays.trims[v], first, single)
 
     cdef bint is_gone_from(self, uint32_t seq) except -1:
         """Whether one of the turns from `seq` on is gone: expired, or in a summary."""

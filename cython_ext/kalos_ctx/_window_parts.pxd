@@ -22,6 +22,9 @@ cdef enum Memory:      # tokens of a window that do not lie in the store
     MEMORIES
 
 cdef int64_t now_ns() noexcept nogil
+cdef tuple choose_passages(
+    list found, list numbers, sources, tuple frame, const int32_t* kept, uint64_t num_kept,
+    uint64_t budget)
 
 
 cdef class Rules:

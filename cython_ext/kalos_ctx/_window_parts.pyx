@@ -3,6 +3,7 @@
 Nothing here looks a session up: `_session_table` does, and `_assembler` puts the two together.
 """
 
+from cpython.bytes cimport PyBytes_AS_STRING
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -13,20 +14,21 @@ from kalos_ctx._layout cimport (
     kalos_image,
 )
 from kalos_ctx._planner cimport (
-    KALOS_FATE_CUT, KALOS_PLAN_GROUPS, KALOS_PLAN_MERGED, KALOS_PLAN_OVERFLOW, KALOS_PLAN_PARTIAL,
-    KALOS_PLAN_STABLE, fate_of,
+    KALOS_FATE_CUT, KALOS_PASSAGE_TAKEN, KALOS_PLAN_GROUPS, KALOS_PLAN_MERGED, KALOS_PLAN_OVERFLOW,
+    KALOS_PLAN_PARTIAL, KALOS_PLAN_STABLE, fate_of, recall_frame, select_passages,
 )
 from kalos_ctx._segment cimport SegmentSet
 from kalos_ctx._session_view cimport (
     KALOS_SPAN_CUT, KALOS_SPAN_FRAME, KALOS_SPAN_MEMORY, KALOS_SPAN_OPENS, KALOS_SPAN_PASSAGE,
     KALOS_SPAN_PROMPT, KALOS_SPAN_TAIL, KALOS_SPAN_TURN, add_span, common_tokens, copy_checked,
-    kalos_span, span_list, view_turns,
+    kalos_span, span_list, stands_in, view_turns,
 )
 
 from kalos_ctx.errors import StoreCorrupt
 
 cdef tuple FATE_NAMES = (
     "kept", "cut", "budget", "group", "orphan", "start_on", "end_on", "overflow")
+cdef tuple VERDICT_NAMES = ("taken", "recall_budget", "duplicate")
 cdef uint64_t UNLIMITED = <uint64_t>1 << UNLIMITED_BITS
 STAGE_NAMES = ("lookup", "plan", "recall", "lease", "gather")
 
@@ -272,6 +274,8 @@ cdef class WindowParts:
             if span.length == span.run:
                 crc = copy_checked(out + span.start, p, span.run)
             else:
+                if <uint64_t>span.skip + span.length > span.run:
+                    raise StoreCorrupt("a turn is shorter than what stands of it in a window")
                 # The checksum is over the whole run: checked aside, so that what is copied is what
                 # was checked, whoever writes to the file meanwhile.
                 whole = <int32_t*>malloc(<size_t>span.run * 4)
@@ -374,3 +378,45 @@ cdef class WindowParts:
                 and <uint32_t>new.pos == <uint32_t>old.pos
         return not old.flags & KALOS_SPAN_MEMORY and new.pos == old.pos \
             and <void*>self.tokens == <void*>before.tokens
+
+
+cdef tuple choose_passages(
+    list found, list numbers, sources, tuple frame, const int32_t* kept, uint64_t num_kept,
+    uint64_t budget,
+):
+    """Which passages are taken.
+
+    Returns those as `lay_passages` takes them, what became of each hit as (id, source, tokens,
+    why), and the tokens used.
+    """
+    cdef Py_ssize_t n = len(found), i
+    cdef recall_frame framing
+    cdef uint64_t used
+    cdef uint64_t* lengths = <uint64_t*>malloc(n * 8)
+    cdef uint8_t* inside = <uint8_t*>malloc(n * 2)
+    cdef uint32_t* same = <uint32_t*>malloc(n * 4)
+    cdef dict first = {}
+    cdef list taken = [], told = []
+    framing.prefix, framing.separator, framing.suffix = [len(ids) for ids in frame]
+    try:
+        if lengths == NULL or inside == NULL or same == NULL:
+            raise MemoryError()
+        for i in range(n):
+            content = found[i][4]
+            lengths[i] = len(content) // 4
+            inside[i] = stands_in(
+                kept, num_kept, <const int32_t*>PyBytes_AS_STRING(content), lengths[i])
+            same[i] = first.setdefault(content, i)
+        used = select_passages(lengths, inside, same, n, framing, budget, inside + n)
+        for i in range(n):
+            why = "" if inside[n + i] == KALOS_PASSAGE_TAKEN else VERDICT_NAMES[inside[n + i]]
+            if lengths[i] == 0:
+                why = "empty"
+            told.append((numbers[i], sources[i], lengths[i], why))
+            if not why:
+                taken.append((i, *found[i][:4], lengths[i]))
+    finally:
+        free(lengths)
+        free(inside)
+        free(same)
+    return taken, told, used
