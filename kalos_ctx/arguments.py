@@ -9,32 +9,13 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from kalos_ctx._intake import name_bytes as name_bytes
 from kalos_ctx.errors import InvalidArgument, InvalidType
 
-NAME_BYTES_MAX = 1024
 GROUP_BITS_MAX = 2048
 METADATA_DEPTH_MAX = 64
 ROLES = {"system": 0, "developer": 1, "user": 2, "assistant": 3, "tool": 4, "function": 5}
 ROLE_NAMES = tuple(ROLES)
-
-
-def name_bytes(value: Any, what: str, *, empty: bool = False) -> bytes:
-    """Return an identifier as opaque bytes; str is encoded as UTF-8."""
-    if isinstance(value, str):
-        try:
-            value = value.encode()
-        except UnicodeEncodeError as e:
-            raise InvalidArgument(
-                f"{what} has a lone surrogate at position {e.start}; give bytes for such a name"
-            ) from None
-    elif not isinstance(value, bytes):
-        raise InvalidType(f"{what} must be str or bytes (got {type(value).__name__})")
-    if len(value) > NAME_BYTES_MAX or (not value and not empty):
-        least = 0 if empty else 1
-        raise InvalidArgument(
-            f"{what} must have {least} to {NAME_BYTES_MAX} bytes (got {len(value)})"
-        )
-    return bytes(value)
 
 
 def name_out(value: bytes) -> str | bytes:

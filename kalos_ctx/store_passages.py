@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from kalos_ctx import arguments
 from kalos_ctx._reader import COLLECTION, ENTRY_DEAD
 from kalos_ctx.arguments import name_bytes
-from kalos_ctx.errors import Conflict, InvalidArgument, InvalidType, PassageNotFound
+from kalos_ctx.errors import (
+    Conflict,
+    InvalidArgument,
+    InvalidType,
+    PassageNotFound,
+    StoreCorrupt,
+    StoreIOError,
+)
 from kalos_ctx.store_base import StoreBase
 
 if TYPE_CHECKING:
@@ -97,10 +104,15 @@ class PassageCalls(StoreBase):
         PassageNotFound
         """
         wanted = _numbers(ids, "ids", 2**64 - 1)
-        slot, places, dead = self._passage_places(collection, wanted, tenant)
-        if any(dead):
-            raise PassageNotFound(f"passage {wanted[dead.index(True)]} was deleted")
-        return [self._core.passage_at(slot, place) for place in places]
+        while True:
+            try:
+                slot, places, dead = self._passage_places(collection, wanted, tenant)
+                if any(dead):
+                    raise PassageNotFound(f"passage {wanted[dead.index(True)]} was deleted")
+                return [self._core.passage_at(slot, place) for place in places]
+            except (StoreCorrupt, StoreIOError):
+                if not self._core.was_left():
+                    raise
 
     def delete_passages(
         self, collection: str | bytes, ids: Any, *, tenant: str | bytes = ""

@@ -232,7 +232,7 @@ cdef class Index:
         """Slots that readers may look at."""
         cdef uint64_t n
         if not kalos_unseal(KALOS_LOAD_ACQUIRE(&self.header().num_slots), SEALED_SLOTS, &n):
-            self.damage(80, "the number of slots does not hold its check")
+            self.damage(72, "the number of slots does not hold its check")
         return n
 
     def start_writing(self):
@@ -263,7 +263,7 @@ cdef class Index:
         while True:
             word = KALOS_LOAD_ACQUIRE(&head.roots_version)
             if not kalos_unseal(word, SEALED_ROOTS, &version):
-                self.damage(72, "the roots' version does not hold its check")
+                self.damage(64, "the roots' version does not hold its check")
             memcpy(out, &head.roots[version & 1], sizeof(kalos_roots))
             KALOS_FENCE_ACQUIRE()
             kalos_unseal(KALOS_LOAD_ACQUIRE(&head.roots_version), SEALED_ROOTS, &later)

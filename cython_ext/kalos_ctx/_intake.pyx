@@ -9,12 +9,41 @@ from kalos_ctx._batch cimport Draft
 from kalos_ctx._layout cimport KALOS_ENTRY_FRAMED
 
 from kalos_ctx._reader import ROLES
-from kalos_ctx.errors import InvalidTokenId, InvalidType
+from kalos_ctx.errors import InvalidArgument, InvalidTokenId, InvalidType
+
+NAME_BYTES_MAX = 1024
 
 cdef dict ROLE_CODES = {name: code for code, name in enumerate(ROLES)}
 
+cdef object INT32 = np.dtype(np.int32)
 cdef long long LARGEST = 0x7fffffff
 cdef object LARGEST_PRINTED = 10 ** 20
+
+
+def name_bytes(value, str what not None, *, bint empty=False):
+    """An identifier as opaque bytes; str is encoded as UTF-8.
+
+    Raises
+    ------
+    InvalidArgument, InvalidType
+    """
+    cdef bytes name
+    if isinstance(value, str):
+        try:
+            name = (<str>value).encode()
+        except UnicodeEncodeError as e:
+            raise InvalidArgument(
+                f"{what} has a lone surrogate at position {e.start}; give bytes for such a name"
+            ) from None
+    elif isinstance(value, bytes):
+        name = bytes(value)
+    else:
+        raise InvalidType(f"{what} must be str or bytes (got {type(value).__name__})")
+    if len(name) > NAME_BYTES_MAX or (not name and not empty):
+        least = 0 if empty else 1
+        raise InvalidArgument(
+            f"{what} must have {least} to {NAME_BYTES_MAX} bytes (got {len(name)})")
+    return name
 
 
 cdef object bad_id(Py_ssize_t at, object value, uint32_t vocab_size):
@@ -74,6 +103,16 @@ def as_ids(value not None, uint32_t vocab_size):
     """
     cdef Py_ssize_t at
     cdef const int32_t[::1] ids
+    if type(value) is np.ndarray and value.dtype is INT32 and value.ndim == 1:
+        try:
+            ids = value
+        except ValueError:  # not contiguous
+            pass
+        else:
+            at = first_bad(ids, vocab_size)
+            if at >= 0:
+                bad_id(at, ids[at], vocab_size)
+            return value
     if isinstance(value, (list, tuple)):
         return from_sequence(value, vocab_size)
     if isinstance(value, (str, bytes, bytearray, dict, set)):

@@ -237,7 +237,8 @@ cdef class StoreReader:
     def writer_lives(self):
         """Whether some process holds the writer's lock."""
         try:
-            fd = os.open("lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.dirfd)
+            fd = os.open("lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+                         dir_fd=self.dirfd)
         except OSError:
             return False
         try:
@@ -435,6 +436,13 @@ cdef class StoreReader:
         """Raise StoreClosed after `close`; a reader follows the writer to another generation."""
         self.enter()
 
+    def was_left(self):
+        """Whether the writer went on in other files than those open here; the next call follows.
+
+        Places in an index hold for its files alone: what several calls read together is then read again.
+        """
+        return not self.writable and self.moved()
+
     def slot_state(self, uint32_t kind, bytes tenant, bytes name):
         """What the store knows of a slot, as a dict; None for an unknown one."""
         cdef kalos_image image
@@ -467,7 +475,8 @@ cdef class StoreReader:
                 return None
             try:
                 out = self.turns_of(slot_off, start, stop, now)
-            except StoreCorrupt:
+            except (StoreCorrupt, StoreIOError):
+                # An erasure or a rollback came between, or a compaction took the files away.
                 if self.moved_on(slot_off, &before):
                     continue
                 raise

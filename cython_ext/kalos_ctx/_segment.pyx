@@ -17,7 +17,7 @@ from libc.stdint cimport uint32_t
 from libc.string cimport memset
 
 from kalos_ctx._posix cimport (
-    EDQUOT, EFBIG, EINTR, ENOSPC, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, O_CLOEXEC, O_CREAT, O_NOFOLLOW,
+    EDQUOT, EFBIG, EINTR, ENOSPC, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, O_CLOEXEC, O_CREAT, O_NOFOLLOW, O_NONBLOCK,
     O_RDONLY, O_RDWR, PROT_READ, PROT_WRITE, S_ISREG, c_stat, close, errno, fdatasync, fstat, ftruncate, mmap,
     munmap, openat, pread, pwrite, strerror,
 )
@@ -119,7 +119,8 @@ cdef class MappedFile:
         cdef MappedFile self = MappedFile.__new__(MappedFile)
         cdef c_stat st
         cdef bytes path = name.encode()
-        cdef int flags = O_CLOEXEC | O_NOFOLLOW | (O_RDWR if writable else O_RDONLY)
+        # Not blocking: opening a FIFO would wait for its other end.
+        cdef int flags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | (O_RDWR if writable else O_RDONLY)
         if create:
             flags |= O_CREAT
         self.name = label or name

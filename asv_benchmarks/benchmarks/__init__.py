@@ -1,0 +1,1 @@
+"""Benchmarks that asv runs; rivals stand outside, since asv imports every module here."""
