@@ -1,9 +1,9 @@
 """How long large stores take to open, and how fast they take turns.
 
-    python asv_benchmarks/large_store.py FOLDER [--sessions 1000000] [--gigabytes 10] [--appends 100000]
+    python asv_benchmarks/large_store.py FOLDER [--sessions N] [--gigabytes N] [--appends N]
 
-Outside of the suite, since it needs minutes and tens of gigabytes. Prints one line a figure: what it is, the
-sizes, and the median. Each opening runs in a process of its own, which was killed before it could close.
+Outside of the suite, since it needs minutes and tens of gigabytes. Prints one line a figure: what
+it is, the sizes, and the median. Each opening runs in a process of its own that never closes.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import threading
 import time
 from pathlib import Path
 
-# Prints the seconds that an opening and a first read take, the bytes read and written by system calls, and
-# the resident memory in MiB.
+# Prints the seconds that an opening and a first read take, the bytes that went through system
+# calls, and the resident memory in MiB.
 OPENED = """
 import os, resource, sys, time
 import kalos_ctx._writer
@@ -53,7 +53,8 @@ else:
     import numpy as np
     ids, pad, n, total = np.arange(4096, dtype=np.int32), {"pad": "x" * 16000}, 0, 0
     while total < gigabytes * 1e9:
-        store.extend(f"session {n % 1000}", [{"role": "user", "token_ids": ids, "metadata": pad}] * 50)
+        turn = {"role": "user", "token_ids": ids, "metadata": pad}
+        store.extend(f"session {n % 1000}", [turn] * 50)
         n += 1
         total += 50 * (4096 * 4 + 16500)
 print(n, time.perf_counter() - start, flush=True)
@@ -73,10 +74,12 @@ def openings(path: Path, session: str, what: str) -> None:
     """Print what opening costs, for a writer after a kill and for a reader."""
     for mode in ("a", "r"):
         runs = [[float(x) for x in child(OPENED, path, mode, session)[:4]] for _ in range(5)]
-        opened, read, nbytes, rss = (statistics.median(column) for column in zip(*runs, strict=True))
+        opened, read, nbytes, rss = (
+            statistics.median(column) for column in zip(*runs, strict=True)
+        )
         print(
-            f"open {mode!r} after a kill, {what}: {opened * 1e3:.1f} ms, first read {read * 1e3:.2f} ms, "
-            f"{nbytes / 1e3:.0f} KB by system calls, {rss:.0f} MiB resident"
+            f"open {mode!r} after a kill, {what}: {opened * 1e3:.1f} ms, first read "
+            f"{read * 1e3:.2f} ms, {nbytes / 1e3:.0f} KB by system calls, {rss:.0f} MiB resident"
         )
 
 
@@ -91,8 +94,8 @@ def sessions(folder: Path, n: int) -> None:
     (path / "gen-000000" / "index").unlink()
     rebuilt = child(OPENED, path, "a", f"session {n - 1}")
     print(
-        f"index built anew, {n:,} sessions, {size / 1e9:.2f} GB of files: {float(rebuilt[0]):.1f} s "
-        f"(process {time.perf_counter() - start:.1f} s)"
+        f"index built anew, {n:,} sessions, {size / 1e9:.2f} GB of files: "
+        f"{float(rebuilt[0]):.1f} s (process {time.perf_counter() - start:.1f} s)"
     )
     shutil.rmtree(path)
 
@@ -129,7 +132,8 @@ def appends(folder: Path, n: int) -> None:
 
     ids = list(range(20))
     for durability, threads, share in (
-        ("process", 1, 1.0), ("each", 1, 0.05), ("group", 1, 0.05), ("group", 8, 0.2), ("group", 64, 0.4),
+        ("process", 1, 1.0), ("each", 1, 0.05), ("group", 1, 0.05), ("group", 8, 0.2),
+        ("group", 64, 0.4),
     ):  # fmt: skip
         path = folder / f"appends-{durability}-{threads}"
         count = max(threads, int(n * share))
@@ -147,8 +151,8 @@ def appends(folder: Path, n: int) -> None:
                 worker.join()
             seconds = time.perf_counter() - start
         print(
-            f"append, {durability}, {threads} thread(s): {count / seconds / 1e3:.1f} thousand a second "
-            f"({seconds / count * 1e6:.1f} us)"
+            f"append, {durability}, {threads} thread(s): "
+            f"{count / seconds / 1e3:.1f} thousand a second ({seconds / count * 1e6:.1f} us)"
         )
         shutil.rmtree(path)
     batch = [{"role": "user", "token_ids": ids}] * 64
@@ -157,7 +161,9 @@ def appends(folder: Path, n: int) -> None:
         for _ in range(max(1, n // 640)):
             store.extend("s", batch)
         seconds = time.perf_counter() - start
-    print(f"extend by 64, each: {max(1, n // 640) * 64 / seconds / 1e3:.0f} thousand turns a second")
+    print(
+        f"extend by 64, each: {max(1, n // 640) * 64 / seconds / 1e3:.0f} thousand turns a second"
+    )
     shutil.rmtree(folder / "extend")
     print(f"floor, 576 bytes, pwrite + fdatasync: {floor(folder, 576, 2000) * 1e6:.0f} us")
 

@@ -1,7 +1,8 @@
 """Kalos and what a user would pick instead, in one run: ``python asv_benchmarks/rivals.py``.
 
-Prints p50 and p99 in microseconds with the rival's or the floor's figures beside them. Needs `redis-server`
-on the PATH and the `bench` extra for the Redis rows. Quote the ratios: machines are noisy.
+Prints p50 and p99 in microseconds with the rival's or the floor's figures beside them. Needs
+`redis-server` on the PATH and the `bench` extra for the Redis rows. Quote the ratios: machines are
+noisy.
 """
 
 from __future__ import annotations

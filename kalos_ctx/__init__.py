@@ -45,7 +45,7 @@ from kalos_ctx.errors import (
 )
 
 if _TYPE_CHECKING:
-    from kalos_ctx._reader import Passage, Turn
+    from kalos_ctx._turns import Passage, Turn
     from kalos_ctx.assembler import ContextAssembler
     from kalos_ctx.planner import Plan, PlanItem, Policy
     from kalos_ctx.store import SessionStore
@@ -59,13 +59,13 @@ _HOMES = {
     "Flaw": "types",
     "Hits": "types",
     "Page": "types",
-    "Passage": "_reader",
+    "Passage": "_turns",
     "Plan": "planner",
     "PlanItem": "planner",
     "Policy": "planner",
     "SessionStore": "store",
     "TokenCodec": "tokens",
-    "Turn": "_reader",
+    "Turn": "_turns",
     "VerifyReport": "types",
 }
 

@@ -4,9 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kalos_ctx._batch import Draft
-from kalos_ctx._opening import WritableStore
+from kalos_ctx._erasing import ErasingStore
 
-class StoreWriter(WritableStore):
+class StoreWriter(ErasingStore):
     def append_turns(
         self, tenant: bytes, name: bytes, drafts: list[Draft], now: float
     ) -> list[int]: ...
@@ -29,5 +29,3 @@ class StoreWriter(WritableStore):
     def add_passages(
         self, tenant: bytes, collection: bytes, drafts: list[Draft], ids: Sequence[int] | None
     ) -> list[int]: ...
-    def drop_passages(self, tenant: bytes, collection: bytes, seqs: list[int]) -> int: ...
-    def erase(self, kind: int, tenant: bytes, name: bytes) -> tuple[dict[str, int], str] | None: ...

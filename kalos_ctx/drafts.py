@@ -21,7 +21,7 @@ from kalos_ctx.errors import FingerprintMismatch, InvalidArgument
 from kalos_ctx.vector_rows import VectorRows
 
 if TYPE_CHECKING:
-    from kalos_ctx._reader import Turn
+    from kalos_ctx._turns import Turn
     from kalos_ctx._writer import StoreWriter
     from kalos_ctx.template import TurnContext
     from kalos_ctx.tokens import EncodedTurn, TokenCodec

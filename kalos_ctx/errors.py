@@ -1,8 +1,8 @@
 """Every exception Kalos raises, by what the caller can do about it.
 
-All derive from `KalosError`. A wrong argument is a `ValueError` too, a missing thing a `LookupError`.
-A refused call changes nothing, and a message names the argument, the value's place and the limit, never
-the content of a conversation.
+All derive from `KalosError`. A wrong argument is a `ValueError` too, a missing thing a
+`LookupError`. A refused call changes nothing, and a message names the argument, the value's place
+and the limit, never the content of a conversation.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from kalos_ctx.importing import TOOLS_SEGMENT, TURN_FIELDS
 from kalos_ctx.terminal import name_text
 
 if TYPE_CHECKING:
-    from kalos_ctx._reader import Turn
+    from kalos_ctx._turns import Turn
     from kalos_ctx.store import SessionStore
 
 PAGE = 1000

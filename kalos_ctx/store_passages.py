@@ -23,7 +23,7 @@ from kalos_ctx.errors import (
 from kalos_ctx.store_base import StoreBase
 
 if TYPE_CHECKING:
-    from kalos_ctx._reader import Passage
+    from kalos_ctx._turns import Passage
 
 PASSAGES_PER_BATCH = 16384
 # IDs are uint64, and the next one must be a number too.

@@ -15,7 +15,7 @@ from kalos_ctx.store_base import SEQ_MAX, StoreBase
 
 if TYPE_CHECKING:
     from kalos_ctx._batch import Draft
-    from kalos_ctx._reader import Turn
+    from kalos_ctx._turns import Turn
 
 
 class TurnCalls(StoreBase):

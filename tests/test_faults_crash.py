@@ -1,4 +1,4 @@
-"""The store and crashes: kills, power losses, torn writes, crashes while it recovers (FAULTS 1-5, 7-10, 48, 49)."""
+"""The store and crashes: kills, power losses, torn writes (FAULTS 1-5, 7-10, 48, 49)."""
 
 import os
 import random
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.faults import checked_child, environment, run_child, shim, start_child  # noqa: F401
+from helpers.faults import checked_child, compile_shim, environment, run_child, start_child
 from helpers.store_images import (
     answers,
     make_small,
@@ -25,6 +25,13 @@ from kalos_ctx import _control
 from kalos_ctx.errors import StoreCorrupt
 from kalos_ctx.store import SessionStore
 
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    """Return the compiled shim between a process and the system."""
+    return compile_shim(tmp_path_factory.mktemp("shim"))
+
+
 KILLS = int(os.environ.get("KALOS_KILLS", "200"))
 LOSSES = int(os.environ.get("KALOS_LOSSES", "60"))
 
@@ -32,10 +39,10 @@ LOSSES = int(os.environ.get("KALOS_LOSSES", "60"))
 APPENDER = """
 import os, sys
 from kalos_ctx.store import SessionStore
-path, durability, first, stop, ack = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+path, durability, first, stop, ack = sys.argv[1:6]
 store = SessionStore.open(path, durability=durability, segment_bytes=65536)
 fd = os.open(ack, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-for i in range(first, stop):
+for i in range(int(first), int(stop)):
     if i % 7 == 3:
         store.extend(f"s{i % 5}", [{"role": "user", "token_ids": [i, part]} for part in range(3)])
     else:
@@ -105,7 +112,10 @@ def test_fault_01_log_cut_at_every_byte_leaves_a_prefix(tmp_path, closed):
     if not closed:
         checked_child(
             "import os, sys\nfrom kalos_ctx.store import SessionStore\n"
-            "s = SessionStore.open(sys.argv[1])\ns.append('s0', 'user', token_ids=[4])\nos._exit(0)", path)
+            "s = SessionStore.open(sys.argv[1])\n"
+            "s.append('s0', 'user', token_ids=[4])\nos._exit(0)",
+            path,
+        )
         start, end = end, (path / "gen-000000/log-000000").stat().st_size
     image = read_image(path)
     before = SessionStore.open(path, "r").count("s0") - 1
@@ -166,23 +176,12 @@ def test_missing_log_segment_is_damage_and_not_an_end(tmp_path):
     assert (path / "gen-000000/log-000002").exists()
 
 
-# ---- 2, 49: kills --------------------------------------------------------------------------------
-
-KILLED = """
-import os, sys
-from kalos_ctx.store import SessionStore
-path, durability, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = SessionStore.open(path, durability=durability, segment_bytes=65536)
-n = store.count("n")
-print(n, flush=True)
-while True:
-    store.extend("n", [{"role": "user", "token_ids": [n, 1]}, {"role": "user", "token_ids": [n, 2]}])
-    n += 2
-    os.write(1, b"%d\\n" % n)
-"""
+# ---- 2, 49: kills -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("durability", "share"), [("process", 0.7), ("group", 0.15), ("each", 0.15)])
+@pytest.mark.parametrize(
+    ("durability", "share"), [("process", 0.7), ("group", 0.15), ("each", 0.15)]
+)
 def test_fault_02_kill_at_random_instants_loses_nothing_acknowledged(tmp_path, durability, share):
     """The child forks its victims, so that a kill costs no start of an interpreter."""
     kills = max(5, int(KILLS * share))
@@ -230,7 +229,7 @@ for kill in range(kills):
             store = SessionStore.open(path, durability=durability, segment_bytes=65536)
             n = store.count("n")
             assert n % 2 == 0 and n >= done + 2 * acks, (n, done, acks)
-            assert store.recovery["flaw"] in (None, "unfinished batch", "cut", "damage", "payload", "gap"), store.recovery
+            assert store.recovery["flaw"] in (None, "unfinished batch", "cut", "damage", "gap")
             last = store.turns("n", max(0, n - 400), n) if n else []
             assert [t.token_ids[0] for t in last] == [t.seq - t.seq % 2 for t in last]
             assert all(store.count(f"x{k}") == 1 for k in range(64, n - 1, 64)), "x"
@@ -243,7 +242,8 @@ for kill in range(kills):
         except BaseException as error:
             print(type(error).__name__, error, kill, file=sys.stderr, flush=True)
             os._exit(1)
-        os.pwrite(result, n.to_bytes(8, "little"), 0) if (result := os.open(path + ".n", os.O_RDWR | os.O_CREAT)) else None
+        with open(path + ".n", "wb") as file:
+            file.write(n.to_bytes(8, "little"))
         os._exit(0)
     _, status = os.waitpid(checker, 0)
     assert status == 0, kill
@@ -267,13 +267,13 @@ def test_fault_49_process_that_ends_without_close_loses_nothing(tmp_path, end):
         assert not store.recovery["rebuilt"]
 
 
-# ---- 3, 4, 5, 9: power losses ----------------------------------------------------------------------
+# ---- 3, 4, 5, 9: power losses -------------------------------------------------------------------
 
 SECTOR = 512
 
 
 class PowerLoss:
-    """What the disk may hold: of each file what was synced, and any of the sectors written since."""
+    """What the disk may hold: what was synced, and any of the sectors written since."""
 
     def __init__(self, tmp_path, shim, durability):
         self.path = tmp_path / "s"
@@ -325,11 +325,13 @@ def mixed(old: bytes, new: bytes, draw, share: float, torn: bool) -> bytes:
 
 
 @pytest.mark.parametrize("durability", ["process", "group", "each"])
-@pytest.mark.parametrize(
-    "torn", [False, True], ids=["fault_03_and_04", "fault_05"]
-)
+@pytest.mark.parametrize("torn", [False, True], ids=["fault_03_and_04", "fault_05"])
 def test_fault_03_04_05_power_loss_leaves_a_prefix_with_all_that_was_promised(
-    tmp_path, shim, other_boot, durability, torn  # noqa: F811
+    tmp_path,
+    shim,
+    other_boot,
+    durability,
+    torn,
 ):
     """Any subset of the unsynced sectors, in any order; `torn`: a sector of two ages or garbage."""
     loss = PowerLoss(tmp_path, shim, durability)
@@ -349,7 +351,7 @@ def test_fault_03_04_05_power_loss_leaves_a_prefix_with_all_that_was_promised(
             assert store.verify().errors == []
 
 
-def test_fault_09_lost_folder_entries_of_a_roll_lose_no_segment(tmp_path, shim, other_boot):  # noqa: F811
+def test_fault_09_lost_folder_entries_of_a_roll_lose_no_segment(tmp_path, shim, other_boot):
     """Segments whose creation was not synced are gone, older and newer ones alike."""
     loss = PowerLoss(tmp_path, shim, "process")
     segments = sorted(name for name in loss.live if "/log-" in name)
@@ -399,7 +401,7 @@ def test_index_pages_newer_than_the_log_are_forgotten(tmp_path, other_boot):
         assert store.append("lost3", "user", token_ids=[1]) == 0
 
 
-# ---- 7: stale bytes --------------------------------------------------------------------------------
+# ---- 7: stale bytes -----------------------------------------------------------------------------
 
 
 def test_fault_07_valid_records_of_an_older_segment_behind_the_end_are_rejected(tmp_path):
@@ -423,7 +425,7 @@ def test_fault_07_valid_records_of_an_older_segment_behind_the_end_are_rejected(
 
 
 def test_fault_07_valid_batch_behind_a_hole_is_not_found_again(tmp_path, other_boot):
-    """A batch that a power loss left behind a hole must not follow what is written into the hole."""
+    """A batch left behind a hole must not follow what is written into the hole."""
     path = tmp_path / "s"
     with SessionStore.open(path) as store:
         start = store._core.log.end
@@ -445,7 +447,7 @@ def test_fault_07_valid_batch_behind_a_hole_is_not_found_again(tmp_path, other_b
         assert [t.token_ids.tolist() for t in store.turns("a")] == [[9]]
 
 
-# ---- 8, 10: crashes while it recovers and compacts ---------------------------------------------------
+# ---- 8, 10: crashes while it recovers and compacts ----------------------------------------------
 
 OPENER = """
 import sys
@@ -458,7 +460,7 @@ SessionStore.open(sys.argv[1]).close()
 
 
 @pytest.mark.parametrize("boot", [(), ("other",)], ids=["killed", "power-loss"])
-def test_fault_08_crash_at_each_call_of_a_recovery_changes_nothing(tmp_path, shim, boot):  # noqa: F811
+def test_fault_08_crash_at_each_call_of_a_recovery_changes_nothing(tmp_path, shim, boot):
     path = tmp_path / "s"
     checked_child(APPENDER, path, "process", 0, 60, tmp_path / "ack")
     # A torn tail, so that recovery has something to drop.
@@ -490,7 +492,7 @@ store.append("s0", "user", token_ids=[77])
 """
 
 
-def test_fault_10_crash_at_each_call_of_a_compaction_leaves_one_whole_generation(tmp_path, shim):  # noqa: F811
+def test_fault_10_crash_at_each_call_of_a_compaction_leaves_one_whole_generation(tmp_path, shim):
     path, arm = tmp_path / "s", tmp_path / "arm"
     make_small(path)
     image = read_image(path)
@@ -516,7 +518,7 @@ def test_fault_10_crash_at_each_call_of_a_compaction_leaves_one_whole_generation
     assert ended
 
 
-def test_fault_10_crash_while_the_index_is_built_leaves_the_log_serving(tmp_path, shim):  # noqa: F811
+def test_fault_10_crash_while_the_index_is_built_leaves_the_log_serving(tmp_path, shim):
     path = tmp_path / "s"
     make_small(path)
     with SessionStore.open(path, "r") as store:
@@ -532,11 +534,11 @@ def test_fault_10_crash_while_the_index_is_built_leaves_the_log_serving(tmp_path
     assert at > 5
 
 
-def test_erasure_killed_at_each_call_is_whole_or_not_begun(tmp_path, shim):  # noqa: F811
+def test_erasure_killed_at_each_call_is_whole_or_not_begun(tmp_path, shim):
     path, arm = tmp_path / "s", tmp_path / "arm"
     make_small(path)
     image = read_image(path)
-    code = COMPACTER.split("store.compact()")[0] + "store.delete('s2')"
+    code = COMPACTER.split("store.compact()", maxsplit=1)[0] + "store.delete('s2')"
     for at in range(1, 200, 2):
         write_image(path, image)
         arm.unlink(missing_ok=True)
@@ -576,7 +578,7 @@ def test_rebuilt_index_finds_all_after_erasures_and_growth_of_its_tables(tmp_pat
 
 
 def test_rebuilt_index_knows_the_blocks_of_an_erased_first_session(tmp_path):
-    """The first session's record says where the block of slots lies; erased, it must still say so."""
+    """The first session's record places the block of slots; erased, it must still say so."""
     path = tmp_path / "s"
     with SessionStore.open(path) as store:
         for i in range(10):
@@ -589,7 +591,7 @@ def test_rebuilt_index_knows_the_blocks_of_an_erased_first_session(tmp_path):
         assert store.sessions().items == [*(f"s{i}" for i in range(1, 10)), "s0"]
 
 
-# ---- 48: signals -------------------------------------------------------------------------------------
+# ---- 48: signals --------------------------------------------------------------------------------
 
 STORM = """
 import os, signal, sys
@@ -607,7 +609,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0007)
 for n in range(3000):
     try:
         inside = True
-        seqs = store.extend("a", [{"role": "user", "token_ids": [n, 1]}, {"role": "user", "token_ids": [n, 2]}])
+        seqs = store.extend("a", [{"role": "user", "token_ids": [n, k]} for k in (1, 2)])
         inside = False
     except KeyboardInterrupt:
         continue
@@ -656,4 +658,6 @@ def test_appender_runs_as_a_process(tmp_path):
     child.stdin.close()
     child.stdout.close()
     assert acknowledged(tmp_path / "ack") == 30
-    assert subprocess.run([sys.executable, "-c", ""], env=environment(), check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", ""], env=environment(), check=False).returncode == 0
+    )

@@ -1,4 +1,4 @@
-"""The store with readers beside its writer, clocks that jump, sizes that grow (FAULTS 37, 39, 40, 42, 46, 47, 51)."""
+"""The store with readers beside its writer, jumping clocks, large sizes (FAULTS 37-51)."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from helpers.store_images import read_image
 from kalos_ctx.errors import StoreCorrupt
 from kalos_ctx.store import SessionStore
 
-# ---- 37, 40: growth and races -------------------------------------------------------------------------
+# ---- 37, 40: growth and races -------------------------------------------------------------------
 
 
 def test_fault_37_views_stay_valid_while_the_files_grow(tmp_path):
@@ -76,7 +76,7 @@ print(looks, flush=True)
 
 
 def test_fault_40_readers_beside_a_busy_writer_see_whole_batches_in_order(tmp_path):
-    """Appends, rollbacks with other turns behind, erasures and a compaction, under three readers."""
+    """Appends, rollbacks with other turns behind, an erasure, compactions; three readers."""
     path = tmp_path / "s"
     with SessionStore.open(path, segment_bytes=65536) as store:
         store.add_passages("docs", np.ones((1, 4)))
@@ -136,7 +136,7 @@ def test_reader_of_a_session_that_is_erased_meanwhile_gets_turns_or_nothing(tmp_
     assert set(looks) <= {0, 20}
 
 
-# ---- 39: a reader that was stopped ------------------------------------------------------------------------
+# ---- 39: a reader that was stopped --------------------------------------------------------------
 
 STOPPED = """
 import sys
@@ -172,10 +172,12 @@ def test_fault_39_reader_stopped_for_long_holds_up_nothing_and_then_follows(tmp_
         assert child.wait(30) == 0
 
 
-# ---- 42: clocks ---------------------------------------------------------------------------------------------
+# ---- 42: clocks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("jump", [-365 * 86400, 365 * 86400, 1, -1], ids=["-1y", "+1y", "+1s", "-1s"])
+@pytest.mark.parametrize(
+    "jump", [-365 * 86400, 365 * 86400, 1, -1], ids=["-1y", "+1y", "+1s", "-1s"]
+)
 def test_fault_42_jumping_clock_changes_neither_order_nor_retention(store_path, clock, jump):
     with SessionStore.open(store_path, clock=clock) as store:
         for i in range(10):
@@ -191,7 +193,7 @@ def test_fault_42_jumping_clock_changes_neither_order_nor_retention(store_path, 
         assert store.recovery["rebuilt"] is False
 
 
-# ---- 46: a buffer that changes ------------------------------------------------------------------------------
+# ---- 46: a buffer that changes ------------------------------------------------------------------
 
 
 def test_fault_46_buffer_changed_by_a_thread_is_stored_with_its_own_checksum(tmp_path):
@@ -224,7 +226,7 @@ def test_fault_46_buffer_changed_by_a_thread_is_stored_with_its_own_checksum(tmp
         assert store.verify().errors == []
 
 
-# ---- 47: many ------------------------------------------------------------------------------------------------
+# ---- 47: many -----------------------------------------------------------------------------------
 
 
 def test_fault_47_many_sessions_and_one_long_session_open_and_read_at_once(tmp_path):
@@ -238,7 +240,8 @@ def test_fault_47_many_sessions_and_one_long_session_open_and_read_at_once(tmp_p
     code = (
         "import sys\nfrom kalos_ctx.store import SessionStore\n"
         "def read():\n"
-        "    return sum(int(line.split()[1]) for line in open('/proc/self/io') if line.startswith('rchar'))\n"
+        "    lines = open('/proc/self/io').read().splitlines()\n"
+        "    return sum(int(line.split()[1]) for line in lines if line.startswith('rchar'))\n"
         "SessionStore.open(sys.argv[1], 'r').turns('session 1')\n"
         "before = read()\n"
         "with SessionStore.open(sys.argv[1], sys.argv[2]) as store:\n"
@@ -256,7 +259,7 @@ def test_fault_47_many_sessions_and_one_long_session_open_and_read_at_once(tmp_p
         assert page.cursor is None
 
 
-# ---- 51: cp of a live store -----------------------------------------------------------------------------------
+# ---- 51: cp of a live store ---------------------------------------------------------------------
 
 BUSY = """
 import sys
@@ -265,7 +268,8 @@ store = SessionStore.open(sys.argv[1], durability=sys.argv[2], segment_bytes=655
 print("open", flush=True)
 i = 0
 while True:
-    store.append(f"s{i % 5}", "user", token_ids=[i] * (1 + i % 300), metadata={"pad": "x" * (i % 700)})
+    store.append(f"s{i % 5}", "user", token_ids=[i] * (1 + i % 300),
+                 metadata={"pad": "x" * (i % 700)})
     i += 1
     if i % 500 == 0:
         store.sync()
@@ -281,13 +285,17 @@ def test_fault_51_copy_of_a_live_store_opens_as_a_prefix(tmp_path, durability):
     try:
         for k in range(6):
             with SessionStore.open(path, "r") as reader:
-                while sum(reader.count(f"s{j}") for j in range(5)) <= last + draw.randrange(20, 300):
+                while sum(reader.count(f"s{j}") for j in range(5)) <= last + draw.randrange(
+                    20, 300
+                ):
                     assert child.poll() is None
             copy = tmp_path / f"copy{k}"
             subprocess.run(["cp", "-r", path, copy], check=True)
             with SessionStore.open(copy) as store:
                 turns = sorted(
-                    (int(t.token_ids[0]), len(t.token_ids)) for j in range(5) for t in store.turns(f"s{j}")
+                    (int(t.token_ids[0]), len(t.token_ids))
+                    for j in range(5)
+                    for t in store.turns(f"s{j}")
                 )
                 assert turns == [(i, 1 + i % 300) for i in range(len(turns))]
                 assert len(turns) > 0

@@ -1,14 +1,21 @@
-"""The store without room, descriptors or memory, and with calls that do half (FAULTS 24-26, 28, 35, 36)."""
+"""The store without room, descriptors or memory (FAULTS 24-26, 28, 35, 36)."""
 
 import errno
 import json
 
 import pytest
-from helpers.faults import checked_child, run_child, shim, small_disk  # noqa: F401
+from helpers.faults import checked_child, compile_shim, run_child, small_disk
 from helpers.store_images import answers, make_small
 
 from kalos_ctx.errors import StoreFull
 from kalos_ctx.store import SessionStore
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    """Return the compiled shim between a process and the system."""
+    return compile_shim(tmp_path_factory.mktemp("shim"))
+
 
 # Appends until the store is full, then once more when there is room again.
 FILLER = """
@@ -75,7 +82,9 @@ def check_filled(path, out):
 
 @pytest.mark.parametrize("durability", ["process", "each"])
 def test_fault_24_full_disk_raises_and_appends_go_on_when_there_is_room(
-    tmp_path, shim, durability  # noqa: F811
+    tmp_path,
+    shim,
+    durability,
 ):
     """On a tmpfs of 1 MiB; by a shim where this process may not mount."""
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
@@ -94,7 +103,10 @@ def test_fault_24_full_disk_raises_and_appends_go_on_when_there_is_room(
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("file", ["index", "tok-", "log-"])
 def test_fault_25_no_room_for_any_file_or_quota_raises_before_the_call_counts(
-    tmp_path, shim, file, code  # noqa: F811
+    tmp_path,
+    shim,
+    file,
+    code,
 ):
     arm = tmp_path / "arm"
     out = checked_child(
@@ -104,9 +116,10 @@ def test_fault_25_no_room_for_any_file_or_quota_raises_before_the_call_counts(
     check_filled(tmp_path / "s", out)
 
 
-def test_fault_25_no_room_for_a_new_store_leaves_nothing_that_looks_like_one(tmp_path, shim):  # noqa: F811
+def test_fault_25_no_room_for_a_new_store_leaves_nothing_that_looks_like_one(tmp_path, shim):
     code = (
-        "import sys\nfrom kalos_ctx.errors import StoreFull\nfrom kalos_ctx.store import SessionStore\n"
+        "import sys\nfrom kalos_ctx.errors import StoreFull\n"
+        "from kalos_ctx.store import SessionStore\n"
         "try:\n    SessionStore.open(sys.argv[1])\nexcept StoreFull:\n    print('full')"
     )
     for file in ("index", "log-", "rows"):
@@ -118,8 +131,7 @@ def test_fault_25_no_room_for_a_new_store_leaves_nothing_that_looks_like_one(tmp
 
 
 LIMITED = (
-    "import resource, sys\n"
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))\n" + FILLER
+    "import resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))\n" + FILLER
 )
 
 
@@ -141,7 +153,7 @@ with SessionStore.open(sys.argv[1]) as store:
 
 @pytest.mark.parametrize("fault", ["short", "eintr"])
 @pytest.mark.parametrize("durability", ["process", "each"])
-def test_fault_28_short_writes_and_interruptions_change_nothing(tmp_path, shim, fault, durability):  # noqa: F811
+def test_fault_28_short_writes_and_interruptions_change_nothing(tmp_path, shim, fault, durability):
     out = checked_child(
         WORK, tmp_path / "s", durability, LD_PRELOAD=shim, KALOS_FAULT=fault, KALOS_OPS="pwrite"
     )
@@ -172,11 +184,17 @@ store.close()
 
 
 @pytest.mark.parametrize("op", ["fdatasync"])
-def test_failed_sync_stops_all_writes_until_the_store_is_opened_again(tmp_path, shim, op):  # noqa: F811
+def test_failed_sync_stops_all_writes_until_the_store_is_opened_again(tmp_path, shim, op):
     """The kernel may drop the pages of a failed sync: a second one would lie."""
     arm = tmp_path / "arm"
     out = checked_child(
-        FAILED_SYNC, tmp_path / "s", arm, LD_PRELOAD=shim, KALOS_FAULT=errno.EIO, KALOS_OPS=op, KALOS_ARM=arm
+        FAILED_SYNC,
+        tmp_path / "s",
+        arm,
+        LD_PRELOAD=shim,
+        KALOS_FAULT=errno.EIO,
+        KALOS_OPS=op,
+        KALOS_ARM=arm,
     )
     assert out.split() == ["StoreIOError", "StoreReadOnly", "StoreReadOnly"]
     with SessionStore.open(tmp_path / "s") as store:
@@ -259,7 +277,7 @@ print(failed)
 """
 
 
-def test_fault_36_mapping_that_fails_is_an_error_and_no_crash(tmp_path, shim):  # noqa: F811
+def test_fault_36_mapping_that_fails_is_an_error_and_no_crash(tmp_path, shim):
     make_small(tmp_path / "small")
     with SessionStore.open(tmp_path / "s") as store:
         for j in range(4):
@@ -267,7 +285,8 @@ def test_fault_36_mapping_that_fails_is_an_error_and_no_crash(tmp_path, shim):  
     assert int(checked_child(NO_MEMORY, tmp_path / "s")) >= 1
     # ENOMEM of mmap itself, as where max_map_count is reached.
     code = (
-        "import sys\nfrom kalos_ctx.errors import StoreIOError\nfrom kalos_ctx.store import SessionStore\n"
+        "import sys\nfrom kalos_ctx.errors import StoreIOError\n"
+        "from kalos_ctx.store import SessionStore\n"
         "store = SessionStore.open(sys.argv[1], 'r')\nopen(sys.argv[2], 'w').close()\n"
         "try:\n    store.turns('s0')\nexcept StoreIOError as error:\n    print(error.errno)\n"
         "import os; os.unlink(sys.argv[2])\nprint(len(store.turns('s0')))"
@@ -280,12 +299,13 @@ def test_fault_36_mapping_that_fails_is_an_error_and_no_crash(tmp_path, shim):  
     assert out.split() == [str(errno.ENOMEM), "4"]
 
 
-def test_full_disk_message_says_that_nothing_was_kept(tmp_path, shim):  # noqa: F811
+def test_full_disk_message_says_that_nothing_was_kept(tmp_path, shim):
     done = run_child(
         "import sys\nfrom kalos_ctx.store import SessionStore\n"
-        "s = SessionStore.open(sys.argv[1])\nopen(sys.argv[2], 'w').close()\ns.append('a', 'user', token_ids=[1])",
-        tmp_path / "s", tmp_path / "arm", LD_PRELOAD=shim, KALOS_FAULT=errno.ENOSPC, KALOS_OPS="pwrite",
-        KALOS_ARM=tmp_path / "arm",
+        "s = SessionStore.open(sys.argv[1])\nopen(sys.argv[2], 'w').close()\n"
+        "s.append('a', 'user', token_ids=[1])",
+        tmp_path / "s", tmp_path / "arm", LD_PRELOAD=shim, KALOS_FAULT=errno.ENOSPC,
+        KALOS_OPS="pwrite", KALOS_ARM=tmp_path / "arm",
     )  # fmt: skip
     assert done.returncode == 1
     assert StoreFull.__name__ in done.stderr

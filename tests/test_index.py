@@ -37,8 +37,7 @@ def test_epoch_is_odd_while_a_writer_has_it_open_and_even_afterwards(path):
 def test_flipped_word_of_the_header_is_noticed(path, at, bit):
     patch(path / INDEX, at, struct.pack("<Q", word(path, at) ^ 1 << bit))
     with SessionStore.open(path, "r") as store, pytest.raises(StoreCorrupt, match=INDEX):
-        store.sessions()
-        store.turns("s0")
+        assert [store.sessions(), store.turns("s0")]
 
 
 def test_older_image_of_a_slot_is_not_brought_back_by_a_flipped_version(path):
@@ -76,8 +75,7 @@ def test_tables_with_a_damaged_bucket_are_not_moved(tmp_path):
     patch(path / INDEX, used, bytes([raw[used] ^ 1]))
     with SessionStore.open(path) as store:
         with pytest.raises(StoreCorrupt, match="bucket"):
-            for i in range(150, 400):
-                store.append(f"s{i}", "user", token_ids=[i])
+            assert [store.append(f"s{i}", "user", token_ids=[i]) for i in range(150, 400)]
         made = len(store.sessions(limit=1000).items)
     with SessionStore.open(path) as store:
         assert store.recovery["rebuilt"]

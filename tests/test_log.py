@@ -1,6 +1,7 @@
 """The log: its records in order, and why the walk over them ends."""
 
 import os
+from itertools import pairwise
 
 import pytest
 from helpers.store_images import make_small, patch
@@ -27,7 +28,7 @@ def walk(path, start=FIRST):
 def test_scan_yields_every_record_back_to_back_and_then_the_end(path):
     found = walk(path)
     assert found[-1][2] == "end"
-    for (lsn, size, flaw), (following, _, _) in zip(found, found[1:], strict=False):
+    for (lsn, size, flaw), (following, _, _) in pairwise(found):
         assert flaw is None
         assert size % 64 == 0
         assert following == lsn + size
@@ -49,10 +50,12 @@ def test_scan_ends_at_a_record_that_does_not_hold(path, at, flaw):
     lsn = walk(path)[2][0]
     raw = (path / LOG).read_bytes()
     patch(path / LOG, lsn + at, bytes([raw[lsn + at] ^ 4]))
-    assert walk(path)[-1] [::2] == (lsn, flaw)
+    assert walk(path)[-1][::2] == (lsn, flaw)
 
 
-@pytest.mark.parametrize(("keep", "flaw"), [(0, "end"), (1, "cut"), (63, "cut"), (64, "cut"), (100, "cut")])
+@pytest.mark.parametrize(
+    ("keep", "flaw"), [(0, "end"), (1, "cut"), (63, "cut"), (64, "cut"), (100, "cut")]
+)
 def test_scan_ends_where_the_file_does(path, keep, flaw):
     lsn = walk(path)[-2][0]
     os.truncate(path / LOG, lsn + keep)

@@ -43,7 +43,9 @@ def test_zero_range_stays_inside_the_file(folder, tmp_path):
     files.zero_range(0, 100, 200)
     assert (tmp_path / "tok-000000").read_bytes() == b"x" * 100 + bytes(100) + b"x" * 800
     files.zero_range(0, 900, 5000)
-    assert (tmp_path / "tok-000000").read_bytes() == b"x" * 100 + bytes(100) + b"x" * 700 + bytes(100)
+    assert (tmp_path / "tok-000000").read_bytes() == b"x" * 100 + bytes(100) + b"x" * 700 + bytes(
+        100
+    )
 
 
 def test_take_back_leaves_zeros_where_a_failed_write_was_and_the_old_end(folder, tmp_path):

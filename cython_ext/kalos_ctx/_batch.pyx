@@ -1,8 +1,8 @@
 """Batches: everything of one call is built in memory, checked, and only then written.
 
-Order of a commit: token IDs, vector rows, then the records (which make them count), then the index. Until the
-last record of a batch is whole nothing of it counts, and what was written before it lies in space that the
-next batch will take.
+Order of a commit: token IDs, vector rows, then the records (which make them count), then the index.
+Until the last record of a batch is whole nothing of it counts, and what was written before it lies
+in space that the next batch will take.
 """
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
@@ -11,10 +11,10 @@ from libc.string cimport memcpy, memset
 
 from kalos_ctx._index cimport Index
 from kalos_ctx._layout cimport (
-    KALOS_ALIGN, KALOS_BUCKET_EMPTY, KALOS_KIND_DROP, KALOS_KIND_SHARE, KALOS_POSITION, KALOS_POSITION_OFFSET,
-    KALOS_POSITION_SEGMENT, KALOS_RECORD_MAGIC,
-    KALOS_RECORD_MORE, KALOS_RECORD_ROOTS, KALOS_RECORD_SYNCED, KALOS_SEGMENT_FIRST, KALOS_TOKENS_PER_LINE, kalos_bucket,
-    kalos_change, kalos_crc32c, kalos_extent, kalos_record, kalos_roots,
+    KALOS_ALIGN, KALOS_BUCKET_EMPTY, KALOS_KIND_DROP, KALOS_KIND_SHARE, KALOS_POSITION,
+    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_MAGIC, KALOS_RECORD_MORE,
+    KALOS_RECORD_ROOTS, KALOS_RECORD_SYNCED, KALOS_SEGMENT_FIRST, KALOS_TOKENS_PER_LINE,
+    kalos_bucket, kalos_change, kalos_crc32c, kalos_extent, kalos_record, kalos_roots,
 )
 from kalos_ctx._log cimport Log, kalos_record_crc, kalos_round_up
 from kalos_ctx._segment cimport SegmentSet
@@ -184,7 +184,8 @@ cdef class Batch:
                                const Parts* p) except 0:
         """Build a record at the place that `place` gave for its size; the batch goes on behind it.
 
-        `c.image.last_lsn` and `c.entry.lsn` become the record's own position, checksums are filled in.
+        `c.image.last_lsn` and `c.entry.lsn` become the record's own position; checksums are
+        filled in.
         """
         cdef uint64_t body_len = sizeof(kalos_change) + c.num_extents * sizeof(kalos_extent) \
             + c.name_len + c.tenant_len + c.key_len + c.group_len + c.text_len + c.metadata_len \
@@ -201,7 +202,7 @@ cdef class Batch:
         c.image.last_lsn = lsn
         c.image.crc = kalos_crc32c(0, &c.image, sizeof(c.image) - 4)
         if c.entry_off:
-            if kind != KALOS_KIND_DROP and kind != KALOS_KIND_SHARE:  # which refer to another record
+            if kind != KALOS_KIND_DROP and kind != KALOS_KIND_SHARE:  # those refer to others
                 c.entry.lsn = lsn
             c.entry.crc = kalos_crc32c(0, &c.entry, sizeof(c.entry) - 4)
         stage(&self.records, KALOS_POSITION_SEGMENT(lsn), KALOS_POSITION_OFFSET(lsn), size)
@@ -246,7 +247,8 @@ cdef class Batch:
     cdef uint32_t claim(self, uint64_t table, uint32_t log2, uint64_t hash) except? 0:
         """An empty bucket on the hash's probe path that no record of this batch fills yet; + 1."""
         cdef uint64_t mask = (<uint64_t>1 << log2) - 1, i = hash & mask
-        cdef kalos_bucket* b = <kalos_bucket*>self.index.at(table, (mask + 1) * sizeof(kalos_bucket))
+        cdef kalos_bucket* b = <kalos_bucket*>self.index.at(table,
+                                                            (mask + 1) * sizeof(kalos_bucket))
         if self.claimed is None:
             self.claimed = set()
         while b[i].value != KALOS_BUCKET_EMPTY or (table, i) in self.claimed:
@@ -279,7 +281,8 @@ cdef class Batch:
                 for segment, prev_end in self.new_segments:
                     if segment == p.segment:
                         self.log.begin_segment(segment, prev_end)
-                self.log.append(self.records.data + p.start, p.size, KALOS_POSITION(p.segment, p.off))
+                self.log.append(self.records.data + p.start, p.size,
+                                KALOS_POSITION(p.segment, p.off))
         except BaseException:
             self.log.drop_tail(end)
             raise

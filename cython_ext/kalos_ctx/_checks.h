@@ -1,5 +1,5 @@
-// _checks.h: CRC32C (Castagnoli), the keyed 64-bit hash of names, and the 16-bit check that makes a word
-// prove itself. Host only.
+// _checks.h: CRC32C (Castagnoli), the keyed 64-bit hash of names, and the 16-bit check that makes a
+// word prove itself. Host only.
 #ifndef KALOS_CHECKS_H
 #define KALOS_CHECKS_H
 
@@ -32,7 +32,7 @@ static inline uint32_t kalos_crc32c_portable(uint32_t crc, const void* data, siz
 
 #if defined(__x86_64__)
 __attribute__((target("sse4.2"))) static uint32_t kalos_crc32c_sse42(uint32_t crc, const void* data,
-                                                                      size_t n) {
+                                                                     size_t n) {
   const uint8_t* p = (const uint8_t*)data;
   uint64_t c = ~crc;
   for (; n >= 8; n -= 8, p += 8) {
@@ -47,18 +47,19 @@ __attribute__((target("sse4.2"))) static uint32_t kalos_crc32c_sse42(uint32_t cr
 #endif
 
 #if defined(__x86_64__)
-// crc * x^(8 * n), the CRC moved over n zero bytes: the instruction multiplies by x^32 and the product of two
-// reflected words by one more x, so k is x^(8 * n - 33) mod P, reflected.
-__attribute__((target("sse4.2,pclmul"))) static inline uint64_t kalos_crc_moved(uint64_t crc, uint32_t k) {
-  __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128((int64_t)crc), _mm_cvtsi32_si128((int)k), 0);
+// crc * x^(8 * n), the CRC moved over n zero bytes: the instruction multiplies by x^32 and the
+// product of two reflected words by one more x, so k is x^(8 * n - 33) mod P, reflected.
+__attribute__((target("sse4.2,pclmul"))) static inline uint64_t kalos_crc_moved(uint64_t crc,
+                                                                                uint32_t k) {
+  __m128i product =
+      _mm_clmulepi64_si128(_mm_cvtsi64_si128((int64_t)crc), _mm_cvtsi32_si128((int)k), 0);
   return _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(product));
 }
 
-// The CRC instruction takes three cycles and one can start in each: three streams of `step` bytes side by
-// side, joined by moving the first over two steps and the second over one.
-__attribute__((target("sse4.2,pclmul"))) static inline uint64_t kalos_crc_three(uint64_t c, const uint8_t* p,
-                                                                                size_t step, uint32_t k1,
-                                                                                uint32_t k2) {
+// The CRC instruction takes three cycles and one can start in each: three streams of `step` bytes
+// side by side, joined by moving the first over two steps and the second over one.
+__attribute__((target("sse4.2,pclmul"))) static inline uint64_t kalos_crc_three(
+    uint64_t c, const uint8_t* p, size_t step, uint32_t k1, uint32_t k2) {
   uint64_t c1 = 0, c2 = 0, word;
   for (size_t i = 0; i < step; i += 8) {
     memcpy(&word, p + i, 8);
@@ -73,7 +74,8 @@ __attribute__((target("sse4.2,pclmul"))) static inline uint64_t kalos_crc_three(
 
 #define KALOS_CRC_SHORT 64u
 #define KALOS_CRC_LONG 1024u
-__attribute__((target("sse4.2,pclmul"))) static uint32_t kalos_crc32c_clmul(uint32_t crc, const void* data,
+__attribute__((target("sse4.2,pclmul"))) static uint32_t kalos_crc32c_clmul(uint32_t crc,
+                                                                            const void* data,
                                                                             size_t n) {
   const uint8_t* p = (const uint8_t*)data;
   uint64_t c = (uint32_t)~crc;
@@ -88,7 +90,8 @@ __attribute__((target("sse4.2,pclmul"))) static uint32_t kalos_crc32c_clmul(uint
 // CRC32C of n bytes, continued from crc (0 to begin).
 static inline uint32_t kalos_crc32c(uint32_t crc, const void* data, size_t n) {
 #if defined(__x86_64__)
-  if (n >= 3 * KALOS_CRC_SHORT && __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.2"))
+  if (n >= 3 * KALOS_CRC_SHORT && __builtin_cpu_supports("pclmul") &&
+      __builtin_cpu_supports("sse4.2"))
     return kalos_crc32c_clmul(crc, data, n);
   if (__builtin_cpu_supports("sse4.2")) return kalos_crc32c_sse42(crc, data, n);
 #endif
@@ -114,10 +117,10 @@ static inline uint64_t kalos_hash_bytes(uint64_t h, const void* data, size_t n) 
   return kalos_mix(h ^ word, 0x589965cc75374cc3ULL);
 }
 
-// Keyed hash of a slot's identity. The key is the store's salt, so that a stranger cannot choose names
-// that collide; equal hashes are told apart by the names themselves. Never 0.
-static inline uint64_t kalos_hash_name(uint64_t salt, uint32_t kind, const void* tenant, size_t tenant_len,
-                                       const void* name, size_t name_len) {
+// Keyed hash of a slot's identity. The key is the store's salt, so that a stranger cannot choose
+// names that collide; equal hashes are told apart by the names themselves. Never 0.
+static inline uint64_t kalos_hash_name(uint64_t salt, uint32_t kind, const void* tenant,
+                                       size_t tenant_len, const void* name, size_t name_len) {
   uint64_t h = kalos_hash_bytes(salt ^ kind, tenant, tenant_len);
   h = kalos_hash_bytes(h, name, name_len);
   return h ? h : 1;

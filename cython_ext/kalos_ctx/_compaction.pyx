@@ -135,8 +135,8 @@ cdef class Compactor:
     cdef int copy_items(self, Stage* s, uint32_t kind, bytes table) except -1:
         return self.target.fork_table(s, kind, table)
 
-    cdef int copy_entries(self, uint32_t kind, bytes tenant, bytes name, EntryTable* table, uint32_t start,
-                          uint32_t stop) except -1:
+    cdef int copy_entries(self, uint32_t kind, bytes tenant, bytes name, EntryTable* table,
+                          uint32_t start, uint32_t stop) except -1:
         """One batch of a slot's entries."""
         cdef Stage s
         cdef const kalos_entry* e
@@ -157,8 +157,9 @@ cdef class Compactor:
             self.target.close_stage(&s)
         return 0
 
-    cdef int copy_entry(self, uint32_t kind, EntryTable* table, Stage* s, const kalos_entry* e) except -1:
-        """Stage one entry: its record and tokens copied, shared with a copy made before, or left empty."""
+    cdef int copy_entry(self, uint32_t kind, EntryTable* table, Stage* s,
+                        const kalos_entry* e) except -1:
+        """Stage one entry: record and tokens copied, shared with an earlier copy, or left empty."""
         cdef kalos_change c
         cdef Parts p
         cdef kalos_sections old
@@ -215,8 +216,8 @@ cdef class Compactor:
         cdef const int32_t* live = NULL
         cdef bytes row
         if e.live_tokens:
-            live = self.source.token_run(e.tokens_pos + kalos_round_up(e.num_tokens, 16), e.live_tokens,
-                                         e.live_crc)
+            live = self.source.token_run(e.tokens_pos + kalos_round_up(e.num_tokens, 16),
+                                         e.live_tokens, e.live_crc)
         c.entry.tokens_pos = self.target.batch.stage_tokens(ids, e.num_tokens, live, e.live_tokens)
         if e.vector_row:
             row = self.source.row_bytes(e.vector_row - 1).ljust(self.target.row_stride, b"\0")
@@ -232,7 +233,8 @@ cdef class Compactor:
         if from_.key_bucket:
             c.key_bucket = self.target.claim_key(s, c"k", old.key[:from_.key_len], c.entry.seq)
         if from_.group_bucket:
-            c.group_bucket = self.target.claim_key(s, c"g", old.group[:from_.group_len], c.entry.seq)
+            c.group_bucket = self.target.claim_key(s, c"g", old.group[:from_.group_len],
+                                                   c.entry.seq)
         if from_.call_bucket:
             c.call_bucket = self.target.claim_key(s, c"c", old.group[:from_.group_len], c.entry.seq)
         return 0
@@ -245,7 +247,8 @@ cdef class Compactor:
             # As a session with expired turns, so that its turns are counted one by one.
             image.flags |= KALOS_IMAGE_COMPLEX | KALOS_IMAGE_TTL
             return 0
-        self.target.advance(s, KALOS_KIND_TURN if kind == KALOS_SLOT_SESSION else KALOS_KIND_PASSAGE, c)
+        self.target.advance(
+            s, KALOS_KIND_TURN if kind == KALOS_SLOT_SESSION else KALOS_KIND_PASSAGE, c)
         if image.flags & KALOS_IMAGE_FORKED:
             image.shared_below = image.num_entries
         return 0

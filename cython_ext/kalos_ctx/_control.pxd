@@ -1,4 +1,5 @@
-"""The control file: what the store is, where its last checkpoint lies, and the words that readers follow."""
+"""The control file: what the store is, where its last checkpoint lies, and the words that readers
+follow."""
 
 from libc.stdint cimport uint64_t
 

@@ -1,7 +1,8 @@
 """The control file of a store, 4,096 bytes written in full when the store is made.
 
-A header that never changes; two copies of the state, written in turn, of which the valid one with the larger
-version counts; and five words, each 48 bits of value under 16 bits of check, which readers load with acquire.
+A header that never changes; two copies of the state, written in turn, of which the valid one with
+the larger version counts; and five words, each 48 bits of value under 16 bits of check, which
+readers load with acquire.
 """
 
 import os
@@ -70,7 +71,8 @@ def create(int dirfd, *, uint64_t segment_bytes, uint32_t vector_dtype, uint32_t
     words.index = kalos_seal(0, WORD_INDEX)
     page = bytearray(KALOS_CONTROL_BYTES)
     page[:sizeof(head)] = (<char*>&head)[:sizeof(head)]
-    page[KALOS_CONTROL_STATE_A:KALOS_CONTROL_STATE_A + sizeof(state)] = (<char*>&state)[:sizeof(state)]
+    stop = KALOS_CONTROL_STATE_A + sizeof(state)
+    page[KALOS_CONTROL_STATE_A:stop] = (<char*>&state)[:sizeof(state)]
     page[KALOS_CONTROL_WORDS:KALOS_CONTROL_WORDS + sizeof(words)] = (<char*>&words)[:sizeof(words)]
     aside = f"{NAME}.new"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=dirfd)
@@ -91,8 +93,9 @@ cdef class Control:
     def __init__(self, int dirfd, bint writable):
         self.file = MappedFile.open_file(dirfd, NAME, writable=writable)
         if self.file.size < 8:
-            raise NotAStore(f"{NAME} has {self.file.size} bytes, a store's has {KALOS_CONTROL_BYTES}",
-                            NAME, 0)
+            raise NotAStore(
+                f"{NAME} has {self.file.size} bytes, a store's has {KALOS_CONTROL_BYTES}",
+                NAME, 0)
         self.file.map_at_least(KALOS_CONTROL_BYTES)
         self.check_header(writable)
         self.read_state()
@@ -104,7 +107,8 @@ cdef class Control:
     def check_header(self, bint writable):
         """Raise where this is no store, or one that this version cannot read.
 
-        A newer minor format can be read and not written: it may only have added what readers may ignore.
+        A newer minor format can be read and not written: it may only have added what readers may
+        ignore.
         """
         cdef const kalos_store_header* head = <const kalos_store_header*>self.file.base
         if memcmp(head.magic, b"KALOSCTX", 8) != 0:
@@ -140,8 +144,9 @@ cdef class Control:
                 best = copy.version
                 self.state = copy
         if best == 0:
-            raise StoreCorrupt(f"{NAME} at byte {KALOS_CONTROL_STATE_A}: no copy of the state holds",
-                               NAME, KALOS_CONTROL_STATE_A)
+            raise StoreCorrupt(
+                f"{NAME} at byte {KALOS_CONTROL_STATE_A}: no copy of the state holds",
+                NAME, KALOS_CONTROL_STATE_A)
         return 0
 
     cdef int write_state(self, bint durable) except -1:

@@ -1,32 +1,29 @@
 """The index of a store: a mapped arena that readers share.
 
-Everything in it follows from the log. `apply` is the only place that writes: the writer builds a batch of
-records, appends it, and applies it; after a kill, recovery applies the last batch again, which is safe because
-a record says where everything goes and what it becomes (a redo reads nothing that it repairs). After a power
-loss the index is built anew: its pages may have reached the disk before the log's, and what they then say of
-turns that the log lost cannot be undone.
-
-Single words are published with release and read with acquire; a slot and the roots are kept twice and
-switched by their version, so that a writer that dies between leaves the older state readable. Every word on
-the way to an entry proves itself; damage that the writer meets makes the next opening build the index anew.
+Everything in it follows from the log. `apply` is the only place that writes: the writer builds a
+batch of records, appends it, and applies it; after a kill, recovery applies the last batch again,
+which is safe because a record says where everything goes and what it becomes (a redo reads nothing
+that it repairs). After a power loss the index is built anew: its pages may have reached the disk
+before the log's, and what they then say of turns that the log lost cannot be undone. How it is read
+is in _lookup.
 """
 
 import os
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
 from kalos_ctx._layout cimport (
     KALOS_ARENA_FIRST, KALOS_BUCKET_EMPTY, KALOS_BUCKET_GONE, KALOS_ENDIAN_MARK, KALOS_ENTRY_DEAD,
-    KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_IMAGE_DEAD, KALOS_KIND_ERASE, KALOS_POSITION_MASK, KALOS_RECORD_SCRUBBED,
-    KALOS_SLOT_BLOCKS, KALOS_SLOT_BLOCK_SHIFT, kalos_bucket, kalos_change, kalos_crc32c, kalos_cursor,
-    kalos_entry, kalos_extent, kalos_hash_bytes, kalos_hash_name, kalos_image, kalos_index_header,
-    kalos_record, kalos_roots, kalos_row, kalos_seal, kalos_slot, kalos_unseal,
+    KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_KIND_ERASE, KALOS_POSITION_MASK,
+    KALOS_RECORD_SCRUBBED, kalos_bucket, kalos_change, kalos_crc32c, kalos_cursor, kalos_entry,
+    kalos_extent, kalos_image, kalos_index_header, kalos_record, kalos_roots, kalos_row,
+    kalos_seal, kalos_slot, kalos_unseal,
 )
 from kalos_ctx._log cimport (
-    Log, kalos_body_holds, kalos_row_holds, kalos_row_write, kalos_sections, kalos_sections_of,
+    kalos_body_holds, kalos_row_holds, kalos_row_write, kalos_sections, kalos_sections_of,
 )
+from kalos_ctx._lookup cimport SEALED_APPLIED, SEALED_ROOTS, SEALED_SLOTS, Lookup
 from kalos_ctx._segment cimport MappedFile
 
 from kalos_ctx._segment import pages_lost
@@ -34,54 +31,16 @@ from kalos_ctx.errors import StoreCorrupt
 
 cdef extern from *:
     """
-    #define KALOS_LOAD_ACQUIRE(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
     #define KALOS_STORE_RELEASE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     #define KALOS_OR_RELEASE(p, v) __atomic_fetch_or((p), (v), __ATOMIC_RELEASE)
     #define KALOS_AND_RELEASE(p, v) __atomic_fetch_and((p), (v), __ATOMIC_RELEASE)
-    #define KALOS_FENCE_ACQUIRE() __atomic_thread_fence(__ATOMIC_ACQUIRE)
     """
-    uint64_t KALOS_LOAD_ACQUIRE(uint64_t* p) nogil
     void KALOS_STORE_RELEASE(uint64_t* p, uint64_t v) nogil
     void KALOS_OR_RELEASE(uint8_t* p, uint8_t v) nogil
     void KALOS_AND_RELEASE(uint8_t* p, uint8_t v) nogil
-    void KALOS_FENCE_ACQUIRE() nogil
 
 INDEX_NAMES = ("index", "rows", "dead")
-# What the header's words are sealed with.
-cdef enum:
-    SEALED_ROOTS = 1
-    SEALED_SLOTS = 2
-    SEALED_APPLIED = 3
 cdef uint32_t FIRST_LOG2 = 8        # buckets of a new table: 4 KiB
-cdef uint32_t HEADER_BYTES = sizeof(kalos_index_header)
-
-
-cdef int table_clear(EntryTable* table) noexcept nogil:
-    """Free what `open_table` allocated."""
-    if table.runs != NULL and table.runs != &table.inline[0]:
-        free(table.runs)
-    table.runs = NULL
-    return 0
-
-
-cdef const kalos_entry* table_entry(const EntryTable* table, uint32_t seq) noexcept nogil:
-    """The entry of a seq, unchecked, or NULL. Runs double in length, so the newest is tried first."""
-    cdef uint32_t lo = 0, hi = table.num_runs, mid
-    cdef const EntryRun* run
-    if hi == 0:
-        return NULL
-    run = &table.runs[hi - 1]
-    if seq < run.first:
-        while hi - lo > 1:
-            mid = (lo + hi) >> 1
-            if table.runs[mid].first <= seq:
-                lo = mid
-            else:
-                hi = mid
-        run = &table.runs[lo]
-    if seq - run.first >= run.count:
-        return NULL
-    return run.entries + (seq - run.first)
 
 
 cdef int clear_table(kalos_bucket* table, uint64_t n) noexcept nogil:
@@ -93,10 +52,11 @@ cdef int clear_table(kalos_bucket* table, uint64_t n) noexcept nogil:
     return 0
 
 
-cdef class Index:
+cdef class Index(Lookup):
     """Slots, entries and tables of one generation of a store."""
 
-    def __init__(self, int dirfd, str folder, uint64_t salt, bint writable, bint create, str suffix=""):
+    def __init__(self, int dirfd, str folder, uint64_t salt, bint writable, bint create,
+                 str suffix=""):
         self.folder = folder
         self.salt = salt
         self.writable = writable
@@ -109,7 +69,7 @@ cdef class Index:
 
     @staticmethod
     def make_aside(int dirfd, str folder, uint64_t salt):
-        """Empty files beside those in use, which readers may still have open; `publish` puts them in place."""
+        """Empty files beside those in use, which readers may have open, until `publish`."""
         for name in INDEX_NAMES:
             try:
                 os.unlink(name + ".new", dir_fd=dirfd)
@@ -118,7 +78,7 @@ cdef class Index:
         return Index(dirfd, folder, salt, True, True, ".new")
 
     def publish(self, int dirfd):
-        """Put the files made aside in place of the others; the arena last, since its header decides."""
+        """Put the files made aside in place; the arena last, since its header decides."""
         for name in reversed(INDEX_NAMES):
             os.rename(name + ".new", name, src_dir_fd=dirfd, dst_dir_fd=dirfd)
         os.fsync(dirfd)
@@ -135,10 +95,7 @@ cdef class Index:
         self.rows.sync()
         self.dead.sync()
 
-    # ---- Header ---------------------------------------------------------------------------------
-
-    cdef kalos_index_header* header(self):
-        return <kalos_index_header*>self.arena.base
+    # ---- Header ----------------------------------------------------------------------------------
 
     def format_files(self, bytes uuid, uint32_t generation):
         """Begin an empty index in place of whatever the files hold."""
@@ -170,7 +127,7 @@ cdef class Index:
         self.cursor.arena_used = KALOS_ARENA_FIRST + 2 * table_bytes
 
     def matches(self, bytes uuid, uint32_t generation):
-        """Whether the header is whole and of this store; a copied file does not pass `is_original`."""
+        """Whether the header is whole and of this store. `is_original` tells copies."""
         cdef kalos_index_header* head
         if self.arena.size < KALOS_ARENA_FIRST or self.rows.size < KALOS_ARENA_FIRST \
                 or self.dead.size < KALOS_ARENA_FIRST:
@@ -194,7 +151,7 @@ cdef class Index:
 
     @property
     def suspect(self):
-        """Whether a read met damage, or a store into the index went into a page that its file lost."""
+        """Whether a read met damage, or a store went into a page that the file lost."""
         return self.header().suspect != 0 or (self.writable and self.pages_lost != pages_lost())
 
     def is_original(self):
@@ -227,227 +184,25 @@ cdef class Index:
     def applied(self, uint64_t lsn):
         KALOS_STORE_RELEASE(&self.header().applied, kalos_seal(lsn, SEALED_APPLIED))
 
-    @property
-    def num_slots(self):
-        """Slots that readers may look at."""
-        cdef uint64_t n
-        if not kalos_unseal(KALOS_LOAD_ACQUIRE(&self.header().num_slots), SEALED_SLOTS, &n):
-            self.damage(72, "the number of slots does not hold its check")
-        return n
-
     def start_writing(self):
         """Load the roots for `apply`."""
         self.read_roots(&self.roots)
 
-    # ---- Reading --------------------------------------------------------------------------------
+    def cursor_bytes(self):
+        """The cursor as bytes, for the checkpoint."""
+        return (<char*>&self.cursor)[:sizeof(kalos_cursor)]
 
-    cdef object damage(self, uint64_t off, str what, str file="index"):
-        """Raise StoreCorrupt. A writer leaves word, so that the next opening builds the index anew."""
-        if self.writable and self.arena.base != NULL:
-            self.header().suspect = 1
-        raise StoreCorrupt(f"{self.folder}/{file} at byte {off}: {what}", f"{self.folder}/{file}", off)
+    def set_cursor(self, bytes value):
+        """Continue from a checkpoint's cursor."""
+        memcpy(&self.cursor, <const char*>value, sizeof(kalos_cursor))
 
-    cdef char* at(self, uint64_t off, size_t n) except NULL:
-        """Pointer to n bytes of the arena."""
-        if off + n > self.arena.size or off + n < off:
-            self.arena.check(0)
-            if off + n > self.arena.size or off + n < off:
-                self.damage(off, "a place outside of the file")
-        if off + n > self.arena.mapped:
-            self.arena.map_at_least(off + n)
-        return self.arena.base + off
-
-    cdef int read_roots(self, kalos_roots* out) except -1:
-        cdef kalos_index_header* head = self.header()
-        cdef uint64_t word, version, later
-        while True:
-            word = KALOS_LOAD_ACQUIRE(&head.roots_version)
-            if not kalos_unseal(word, SEALED_ROOTS, &version):
-                self.damage(64, "the roots' version does not hold its check")
-            memcpy(out, &head.roots[version & 1], sizeof(kalos_roots))
-            KALOS_FENCE_ACQUIRE()
-            kalos_unseal(KALOS_LOAD_ACQUIRE(&head.roots_version), SEALED_ROOTS, &later)
-            if later - version < 2:
-                break
-        if out.crc != kalos_crc32c(0, out, sizeof(kalos_roots) - 4) or out.slot_log2 > 40 \
-                or out.key_log2 > 40:
-            self.damage(512, "the roots' checksum does not hold")
-        return 0
-
-    cdef uint64_t read_image(self, uint64_t slot_off, kalos_image* out) except? 0:
-        """Copy the valid image of a slot; its version."""
-        cdef kalos_slot* slot = <kalos_slot*>self.at(slot_off, sizeof(kalos_slot))
-        cdef uint64_t version, later
-        while True:
-            if not kalos_unseal(KALOS_LOAD_ACQUIRE(&slot.version), slot_off, &version):
-                self.damage(slot_off, "a slot's version does not hold its check")
-            memcpy(out, &slot.image[version & 1], sizeof(kalos_image))
-            KALOS_FENCE_ACQUIRE()
-            # One switch in between wrote the other image; two may have written this one.
-            kalos_unseal(KALOS_LOAD_ACQUIRE(&slot.version), slot_off, &later)
-            if later - version < 2:
-                break
-        if out.crc != kalos_crc32c(0, out, sizeof(kalos_image) - 4):
-            self.damage(slot_off, "a slot's checksum does not hold")
-        return version
-
-    cdef uint64_t slot_of(self, uint32_t slot_id) except? 0:
-        """Arena offset of a slot by its ID."""
-        cdef kalos_roots roots
-        cdef uint32_t block = 0, first = 0
-        self.read_roots(&roots)
-        while slot_id - first >= (<uint32_t>1 << (KALOS_SLOT_BLOCK_SHIFT + block)):
-            first += <uint32_t>1 << (KALOS_SLOT_BLOCK_SHIFT + block)
-            block += 1
-        if block >= KALOS_SLOT_BLOCKS or roots.slot_blocks[block] == 0:
-            self.damage(512, "a slot outside of the blocks")
-        return roots.slot_blocks[block] + (slot_id - first) * sizeof(kalos_slot)
-
-    cdef uint64_t find_slot(self, Log log, uint32_t kind, bytes tenant, bytes name,
-                            kalos_image* out, uint32_t* bucket) except? 0:
-        """Arena offset of the slot with this identity, 0 for none; `bucket` is where it stands or would."""
-        cdef kalos_roots roots
-        cdef kalos_bucket* table
-        cdef uint64_t hash = kalos_hash_name(self.salt, kind, <const char*>tenant, len(tenant),
-                                             <const char*>name, len(name))
-        cdef uint64_t mask, i, probes = 0, place, word
-        cdef kalos_sections sections
-        self.read_roots(&roots)
-        mask = (<uint64_t>1 << roots.slot_log2) - 1
-        table = <kalos_bucket*>self.at(roots.slot_table, (mask + 1) * sizeof(kalos_bucket))
-        i = hash & mask
-        while probes <= mask:
-            word = KALOS_LOAD_ACQUIRE(&table[i].value)
-            if word == KALOS_BUCKET_EMPTY:
-                bucket[0] = <uint32_t>i
-                return 0
-            if word != KALOS_BUCKET_GONE:
-                if not kalos_unseal(word, table[i].hash, &place):
-                    self.damage(roots.slot_table + i * sizeof(kalos_bucket),
-                                "a bucket's check does not hold")
-                if table[i].hash == hash:
-                    self.read_image(place, out)
-                    if out.kind == kind and not out.flags & KALOS_IMAGE_DEAD:
-                        log.sections(out.name_lsn, &sections)
-                        if (sections.change.tenant_len == <uint32_t>len(tenant)
-                                and sections.change.name_len == <uint32_t>len(name)
-                                and memcmp(sections.tenant, <const char*>tenant, len(tenant)) == 0
-                                and memcmp(sections.name, <const char*>name, len(name)) == 0):
-                            bucket[0] = <uint32_t>i
-                            return place
-            i = (i + 1) & mask
-            probes += 1
-        return self.damage(roots.slot_table, "the slot table has no empty bucket")
-
-    cdef uint64_t key_hash(self, uint64_t slot_off, uint8_t what, bytes key) noexcept:
-        cdef uint64_t hash = kalos_hash_bytes(self.salt ^ slot_off ^ (<uint64_t>what << 56),
-                                              <const char*>key, len(key))
-        return hash if hash else 1
-
-    cdef uint64_t find_key(self, Log log, uint64_t hash, uint64_t slot_off, uint8_t what, bytes key,
-                           kalos_sections* out, uint32_t* bucket) except? 0:
-        """Position of the newest record of the slot with this key or group; 0 for none.
-
-        `what` is ord("k") for an idempotency key, ord("g") for a group's first turn, ord("c") for its first
-        assistant turn. A record that was rolled back or erased does not count.
-        """
-        cdef kalos_roots roots
-        cdef kalos_bucket* table
-        cdef uint64_t mask, i, probes = 0, lsn, word, found = 0
-        cdef kalos_sections sections
-        cdef const kalos_record* rec
-        cdef EntryTable entries
-        cdef const kalos_entry* entry
-        self.read_roots(&roots)
-        mask = (<uint64_t>1 << roots.key_log2) - 1
-        table = <kalos_bucket*>self.at(roots.key_table, (mask + 1) * sizeof(kalos_bucket))
-        i = hash & mask
-        while probes <= mask:
-            word = KALOS_LOAD_ACQUIRE(&table[i].value)
-            if word == KALOS_BUCKET_EMPTY:
-                bucket[0] = <uint32_t>i
-                return found
-            if word != KALOS_BUCKET_GONE:
-                if not kalos_unseal(word, table[i].hash, &lsn):
-                    self.damage(roots.key_table + i * sizeof(kalos_bucket),
-                                "a bucket's check does not hold")
-                if table[i].hash == hash:
-                    rec = log.record(lsn)
-                    if not rec.flags & KALOS_RECORD_SCRUBBED and kalos_sections_of(rec, &sections) \
-                            and sections.change.slot_off == slot_off \
-                            and self.has_key(&sections, what, key):
-                        self.open_table(slot_off, &entries)
-                        entry = table_entry(&entries, sections.change.entry.seq)
-                        if entry != NULL and entry.lsn == lsn and (found == 0 or what == c"k"):
-                            found = lsn
-                            out[0] = sections
-                        table_clear(&entries)
-            i = (i + 1) & mask
-            probes += 1
-        return self.damage(roots.key_table, "the key table has no empty bucket")
-
-    cdef bint has_key(self, const kalos_sections* s, uint8_t what, bytes key):
-        if what == c"k":
-            return (s.change.key_len == <uint32_t>len(key)
-                    and memcmp(s.key, <const char*>key, len(key)) == 0)
-        return (s.change.group_len == <uint32_t>len(key)
-                and memcmp(s.group, <const char*>key, len(key)) == 0)
-
-    cdef int open_table(self, uint64_t slot_off, EntryTable* out) except -1:
-        """Image and entry runs of a slot. Pair with `table_clear`."""
-        cdef const kalos_extent* extents
-        cdef uint64_t place
-        cdef uint32_t i, stop
-        out.runs = NULL
-        out.slot_off = slot_off
-        out.version = self.read_image(slot_off, &out.image)
-        out.num_runs = out.image.num_extents
-        if out.num_runs == 0:
-            if out.image.num_entries:
-                self.damage(slot_off, "a slot with entries has no place for them")
-            return 0
-        extents = <const kalos_extent*>self.at(out.image.extents_off,
-                                               out.num_runs * sizeof(kalos_extent))
-        if out.num_runs <= RUNS_INLINE:
-            out.runs = &out.inline[0]
-        else:
-            out.runs = <EntryRun*>malloc(out.num_runs * sizeof(EntryRun))
-            if out.runs == NULL:
-                raise MemoryError
-        try:
-            for i in range(out.num_runs):
-                stop = extents[i + 1].first_seq if i + 1 < out.num_runs else out.image.num_entries
-                if not kalos_unseal(extents[i].place, <uint64_t>extents[i].first_seq << 32
-                                    | extents[i].capacity, &place) \
-                        or stop < extents[i].first_seq \
-                        or stop - extents[i].first_seq > extents[i].capacity \
-                        or (i == 0 and extents[0].first_seq != 0):
-                    self.damage(out.image.extents_off + i * sizeof(kalos_extent),
-                                "an extent's check does not hold")
-                out.runs[i].first = extents[i].first_seq
-                out.runs[i].count = stop - extents[i].first_seq
-                out.runs[i].entries = <const kalos_entry*>self.at(
-                    place, out.runs[i].count * sizeof(kalos_entry))
-        except BaseException:
-            table_clear(out)
-            raise
-        return 0
-
-    cdef int check_entry(self, const kalos_entry* entry, uint32_t seq) except -1:
-        """Raise where an entry's checksum or place does not hold."""
-        if entry == NULL or entry.crc != kalos_crc32c(0, entry, sizeof(kalos_entry) - 4) \
-                or entry.seq != seq:
-            self.damage(<char*>entry - self.arena.base if entry != NULL else 0,
-                        "an entry's checksum does not hold")
-        return 0
-
-    # ---- Writing: redo of one record ---------------------------------------------------------------
+    # ---- Writing: redo of one record -------------------------------------------------------------
 
     cdef int apply(self, const kalos_record** records, uint32_t n) except -1:
         """Bring the index to the state behind a batch of valid records. Idempotent.
 
-        Entries come first, then each slot's last image, then what makes slots findable: a reader sees the
-        whole batch of a session or nothing of it.
+        Entries come first, then each slot's last image, then what makes slots findable: a reader
+        sees the whole batch of a session or nothing of it.
         """
         cdef const kalos_change* c
         cdef uint32_t i
@@ -486,7 +241,8 @@ cdef class Index:
         if s.roots != NULL and s.roots.crc == kalos_crc32c(0, s.roots, sizeof(kalos_roots) - 4):
             self.move_tables(s.roots)
         if rec.flags & KALOS_RECORD_SCRUBBED:
-            # What an interrupted scrubbing left may not hold; the erasure's own record does the rest.
+            # What an interrupted scrubbing left may not hold; the erasure's own record does the
+            # rest.
             if kalos_body_holds(rec) and c.entry_off and c.entry.vector_row:
                 self.set_dead(c.entry.vector_row - 1)
             return 0
@@ -514,18 +270,19 @@ cdef class Index:
             else:
                 self.write_gone(self.roots.slot_table, c.slot_bucket - 1)
         elif c.slot_bucket:
-            self.write_bucket(self.roots.slot_table, self.roots.slot_log2, c.slot_bucket - 1, c.image.hash,
-                              kalos_seal(c.slot_off, c.image.hash))
+            self.write_bucket(self.roots.slot_table, self.roots.slot_log2, c.slot_bucket - 1,
+                              c.image.hash, kalos_seal(c.slot_off, c.image.hash))
         if c.slot_off and c.image.slot_id + 1 > self.num_slots:
-            KALOS_STORE_RELEASE(&self.header().num_slots, kalos_seal(c.image.slot_id + 1, SEALED_SLOTS))
+            KALOS_STORE_RELEASE(&self.header().num_slots,
+                                kalos_seal(c.image.slot_id + 1, SEALED_SLOTS))
         return 0
 
     def start_replay(self):
         """From here on `apply` repeats the past.
 
-        Bucket numbers in records hold for the tables as they were then, with the buckets of sessions that
-        were erased since. Those records are scrubbed, so tables that moved come out differently now: each
-        bucket is looked for instead, and erasures are done at the end.
+        Bucket numbers in records hold for the tables as they were then, with the buckets of
+        sessions that were erased since. Those records are scrubbed, so tables that moved come out
+        differently now: each bucket is looked for instead, and erasures are done at the end.
         """
         self.erased = set()
 
@@ -537,7 +294,8 @@ cdef class Index:
             table = <kalos_bucket*>self.at(self.roots.slot_table, n * sizeof(kalos_bucket))
             for i in range(n):
                 if table[i].value != KALOS_BUCKET_EMPTY and table[i].value != KALOS_BUCKET_GONE \
-                        and kalos_unseal(table[i].value, table[i].hash, &place) and place in self.erased:
+                        and kalos_unseal(table[i].value, table[i].hash, &place) \
+                        and place in self.erased:
                     self.write_gone(self.roots.slot_table, i)
         self.erased = None
 
@@ -549,7 +307,7 @@ cdef class Index:
 
     cdef int write_bucket(self, uint64_t table, uint32_t log2, uint64_t i, uint64_t hash,
                           uint64_t value) except -1:
-        """Fill bucket i; in a replay, the first empty one on the way unless the value is there already."""
+        """Fill bucket i; in a replay, the first empty one on the way unless the value is there."""
         cdef uint64_t mask = (<uint64_t>1 << log2) - 1, probes = 0
         cdef kalos_bucket* b = <kalos_bucket*>self.at(table, (mask + 1) * sizeof(kalos_bucket))
         if self.erased is not None:
@@ -568,7 +326,8 @@ cdef class Index:
         return 0
 
     cdef int write_gone(self, uint64_t table, uint64_t i) except -1:
-        cdef kalos_bucket* b = <kalos_bucket*>self.at(table + i * sizeof(kalos_bucket), sizeof(kalos_bucket))
+        cdef kalos_bucket* b = <kalos_bucket*>self.at(table + i * sizeof(kalos_bucket),
+                                                      sizeof(kalos_bucket))
         KALOS_STORE_RELEASE(&b.value, KALOS_BUCKET_GONE)
         b.hash = 0
         return 0
@@ -614,23 +373,6 @@ cdef class Index:
         KALOS_OR_RELEASE(<uint8_t*>self.dead.base + row // 8, <uint8_t>(1 << (row & 7)))
         return 0
 
-    cdef int check_row(self, uint32_t row, kalos_row* out) except -1:
-        """Copy what is known of a row; 1 where it is dead.
-
-        Raises StoreCorrupt where row or bit do not hold.
-        """
-        cdef uint64_t entry = 0
-        cdef int dead = 0
-        self.rows.check((<size_t>row + 1) * sizeof(kalos_row))
-        self.dead.check(row // 8 + 1)
-        out[0] = (<kalos_row*>self.rows.base)[row]
-        if not kalos_row_holds(out, row, &entry, &dead):
-            self.damage(<uint64_t>row * sizeof(kalos_row), "a row's check does not hold", "rows")
-        if dead != ((<const uint8_t*>self.dead.base)[row // 8] >> (row & 7) & 1):
-            self.damage(row // 8, "a row's bit is not what is known of the row", "dead")
-        out.entry = entry
-        return dead
-
     cdef int write_roots(self, const kalos_roots* roots) except -1:
         cdef kalos_index_header* head = self.header()
         cdef uint64_t version
@@ -642,18 +384,21 @@ cdef class Index:
         memcpy(to, roots, sizeof(kalos_roots))
         to.crc = kalos_crc32c(0, to, sizeof(kalos_roots) - 4)
         self.roots = to[0]
-        KALOS_STORE_RELEASE(&head.roots_version, kalos_seal(version & KALOS_POSITION_MASK, SEALED_ROOTS))
+        KALOS_STORE_RELEASE(&head.roots_version,
+                            kalos_seal(version & KALOS_POSITION_MASK, SEALED_ROOTS))
         return 0
 
     cdef int move_tables(self, const kalos_roots* roots) except -1:
         """Take over new roots; a table with a new place is filled from the old one first."""
         if roots.slot_table != self.roots.slot_table:
-            self.rehash(self.roots.slot_table, self.roots.slot_log2, roots.slot_table, roots.slot_log2)
+            self.rehash(self.roots.slot_table, self.roots.slot_log2, roots.slot_table,
+                        roots.slot_log2)
         if roots.key_table != self.roots.key_table:
             self.rehash(self.roots.key_table, self.roots.key_log2, roots.key_table, roots.key_log2)
         return self.write_roots(roots)
 
-    cdef int rehash(self, uint64_t old, uint32_t old_log2, uint64_t new, uint32_t new_log2) except -1:
+    cdef int rehash(self, uint64_t old, uint32_t old_log2, uint64_t new,
+                    uint32_t new_log2) except -1:
         cdef uint64_t n = <uint64_t>1 << old_log2, mask = (<uint64_t>1 << new_log2) - 1, i, j
         cdef kalos_bucket* to = <kalos_bucket*>self.at(new, (mask + 1) * sizeof(kalos_bucket))
         cdef kalos_bucket* table = <kalos_bucket*>self.at(old, n * sizeof(kalos_bucket))
@@ -668,7 +413,7 @@ cdef class Index:
         return 0
 
     def check_tables(self):
-        """Raise where a bucket does not hold, before a table moves: it would be lost at a wrong place."""
+        """Raise where a bucket does not hold, before a table moves: it would be lost."""
         cdef kalos_roots roots
         cdef kalos_bucket* table
         cdef uint64_t i, n, place, value
@@ -681,13 +426,3 @@ cdef class Index:
                 if value != KALOS_BUCKET_EMPTY and value != KALOS_BUCKET_GONE \
                         and not kalos_unseal(value, table[i].hash, &place):
                     self.damage(off + i * sizeof(kalos_bucket), "a bucket's check does not hold")
-
-    # ---- What recovery and verification ask --------------------------------------------------------
-
-    def cursor_bytes(self):
-        """The cursor as bytes, for the checkpoint."""
-        return (<char*>&self.cursor)[:sizeof(kalos_cursor)]
-
-    def set_cursor(self, bytes value):
-        """Continue from a checkpoint's cursor."""
-        memcpy(&self.cursor, <const char*>value, sizeof(kalos_cursor))

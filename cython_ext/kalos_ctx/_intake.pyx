@@ -1,4 +1,4 @@
-"""Token IDs as callers give them, turned into what the store takes: a contiguous int32 array, in range."""
+"""Token IDs as callers give them, turned into what the store takes: int32, contiguous, in range."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t, uint32_t
 from kalos_ctx._batch cimport Draft
 from kalos_ctx._layout cimport KALOS_ENTRY_FRAMED
 
-from kalos_ctx._reader import ROLES
+from kalos_ctx._turns import ROLES
 from kalos_ctx.errors import InvalidArgument, InvalidTokenId, InvalidType
 
 NAME_BYTES_MAX = 1024
@@ -74,7 +74,7 @@ cdef object from_sequence(object value, uint32_t vocab_size):
 
 
 cdef Py_ssize_t first_bad(const int32_t[::1] ids, uint32_t vocab_size) noexcept nogil:
-    """Place of the first ID out of range, -1 for none. One pass without branches, then the search."""
+    """Place of the first ID out of range, -1 for none. A pass without branches, then the search."""
     cdef Py_ssize_t i, n = ids.shape[0]
     cdef uint32_t limit = vocab_size if vocab_size else 0x80000000u
     cdef uint32_t worst = 0
@@ -89,7 +89,7 @@ cdef Py_ssize_t first_bad(const int32_t[::1] ids, uint32_t vocab_size) noexcept 
 
 
 def as_ids(value not None, uint32_t vocab_size):
-    """The IDs as a C-contiguous int32 array of shape (L,); the caller's own where it is one already.
+    """The IDs as a C-contiguous int32 array of shape (L,); the caller's own where it is one.
 
     Parameters
     ----------
@@ -116,7 +116,8 @@ def as_ids(value not None, uint32_t vocab_size):
     if isinstance(value, (list, tuple)):
         return from_sequence(value, vocab_size)
     if isinstance(value, (str, bytes, bytearray, dict, set)):
-        raise InvalidType(f"token_ids must be a sequence or buffer of ints (got {type(value).__name__})")
+        raise InvalidType(
+            f"token_ids must be a sequence or buffer of ints (got {type(value).__name__})")
     if type(value) is not np.ndarray:
         try:
             array = np.asarray(value if hasattr(value, "__array__") else memoryview(value))

@@ -26,7 +26,8 @@ cdef extern from "_records.h" nogil:
     int kalos_body_holds(const kalos_record* rec)
     int kalos_body_valid(const kalos_record* rec)
     int kalos_sections_of(const kalos_record* rec, kalos_sections* out)
-    void kalos_row_write(kalos_row* r, uint64_t row, uint32_t crc, float factor, uint64_t entry, int dead)
+    void kalos_row_write(kalos_row* r, uint64_t row, uint32_t crc, float factor, uint64_t entry,
+                         int dead)
     int kalos_row_holds(const kalos_row* r, uint64_t row, uint64_t* entry, int* dead)
 
 cdef class Log:

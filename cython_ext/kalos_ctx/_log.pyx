@@ -1,9 +1,9 @@
 """The log is the truth: every change is one record, and everything else can be built again from it.
 
-A record is valid if and only if its header's checksum holds (begun with the store's salt and its own
-position, so that a stale or moved record is none) and its body's does, unless it was scrubbed by an erasure.
-A batch is valid if and only if all its records are. Segments begin with a header that says where the records
-of the segment before end, so that a hole between two segments is seen.
+A record is valid if and only if its header's checksum holds (begun with the store's salt and its
+own position, so that a stale or moved record is none) and its body's does, unless it was scrubbed
+by an erasure. A batch is valid if and only if all its records are. Segments begin with a header
+that says where the records of the segment before end, so that a hole between two segments is seen.
 """
 
 import os
@@ -19,8 +19,8 @@ from kalos_ctx._layout cimport (
 )
 from kalos_ctx._segment cimport SegmentSet
 
-# Bytes written ahead as zeros where the durability syncs every call: a sync into written blocks is cheaper
-# than one that also changes the file's size (docs/durability.md).
+# Bytes written ahead as zeros where the durability syncs every call: a sync into written blocks is
+# cheaper than one that also changes the file's size (docs/durability.md).
 cdef size_t AHEAD_BYTES = 4 << 20
 # A large batch costs more to write twice than its sync saves.
 cdef size_t AHEAD_BATCH_MAX = 32 << 10
@@ -29,7 +29,8 @@ cdef size_t AHEAD_BATCH_MAX = 32 << 10
 cdef class Log:
     """Records by position (segment << 32 | byte offset)."""
 
-    def __init__(self, SegmentSet files, uint64_t salt, bytes uuid, uint32_t generation, bint ahead):
+    def __init__(self, SegmentSet files, uint64_t salt, bytes uuid, uint32_t generation,
+                 bint ahead):
         self.files = files
         self.salt = salt
         self.uuid = uuid
@@ -44,7 +45,8 @@ cdef class Log:
         cdef const kalos_record* rec = <const kalos_record*>self.files.at(
             segment, off, sizeof(kalos_record))
         if not kalos_header_valid(self.salt, rec, lsn, ~<uint64_t>0):
-            self.files.damaged(segment, off, sizeof(kalos_record), "the record's header does not hold")
+            self.files.damaged(segment, off, sizeof(kalos_record),
+                               "the record's header does not hold")
         rec = <const kalos_record*>self.files.at(segment, off, rec.size)
         if not kalos_body_valid(rec):
             self.files.damaged(segment, off, rec.size, "the record's checksum does not hold")
@@ -68,7 +70,7 @@ cdef class Log:
         return 0
 
     def begin_segment(self, uint32_t segment, uint32_t prev_end):
-        """Write the header of a new segment; the one before is sealed, and synced where calls are."""
+        """Write a new segment's header; the one before is sealed, and synced where calls are."""
         cdef kalos_log_header head
         cdef bytes uuid = self.uuid
         memset(&head, 0, sizeof(head))
@@ -199,7 +201,8 @@ cdef class Log:
     def any_synced_behind(self, uint64_t lsn):
         """Whether a record behind a place proves that what lies there was durable once.
 
-        Other records may lie there too: a power loss may keep a later one of several unsynced writes.
+        Other records may lie there too: a power loss may keep a later one of several unsynced
+        writes.
         """
         cdef uint32_t first = KALOS_POSITION_SEGMENT(lsn), segment
         cdef size_t off, size
@@ -207,18 +210,21 @@ cdef class Log:
         for segment in self.files.present():
             if segment < first:
                 continue
-            off = KALOS_POSITION_OFFSET(lsn) + KALOS_ALIGN if segment == first else KALOS_SEGMENT_FIRST
+            off = KALOS_SEGMENT_FIRST
+            if segment == first:
+                off = KALOS_POSITION_OFFSET(lsn) + KALOS_ALIGN
             size = self.files.size_of(segment)
             while off + sizeof(kalos_record) <= size:
                 rec = <const kalos_record*>self.files.at(segment, off, sizeof(kalos_record))
                 if rec.magic == KALOS_RECORD_MAGIC and rec.flags & KALOS_RECORD_SYNCED \
-                        and kalos_header_valid(self.salt, rec, KALOS_POSITION(segment, off), size - off):
+                        and kalos_header_valid(self.salt, rec, KALOS_POSITION(segment, off),
+                                               size - off):
                     return True
                 off += KALOS_ALIGN
         return False
 
     def drop_tail(self, uint64_t lsn):
-        """Take everything behind `lsn` out of the files, so that the next open finds the same end."""
+        """Take everything behind `lsn` out of the files, so that the next open ends there too."""
         cdef uint32_t segment = KALOS_POSITION_SEGMENT(lsn), i
         self.end = lsn
         present = self.files.present()

@@ -6,33 +6,8 @@ from kalos_ctx._control cimport Control
 from kalos_ctx._index cimport EntryTable, Index
 from kalos_ctx._layout cimport kalos_entry, kalos_image
 from kalos_ctx._log cimport Log, kalos_sections
-from kalos_ctx._segment cimport MappedFile, SegmentSet
-
-cdef class TokenView:
-    cdef MappedFile file            # keeps the mapping alive
-    cdef const int32_t* data
-    cdef Py_ssize_t length
-    cdef Py_ssize_t stride
-
-cdef class Turn:
-    cdef readonly uint32_t seq
-    cdef uint8_t role_code
-    cdef readonly double created_at
-    cdef TokenView view
-    cdef object ids                 # numpy array, made at first use
-    cdef bytes raw_text
-    cdef bytes raw_metadata
-    cdef bytes raw_group            # its first byte tells str (s) from int (i)
-
-cdef class Passage:
-    cdef readonly uint64_t id
-    cdef readonly double created_at
-    cdef TokenView view
-    cdef object ids
-    cdef bytes raw_text
-    cdef bytes raw_metadata
-    cdef bytes raw_vector           # as stored
-    cdef bint half
+from kalos_ctx._segment cimport SegmentSet
+from kalos_ctx._turns cimport Passage, TokenView, Turn
 
 cdef class StoreReader:
     cdef readonly str path
@@ -64,5 +39,5 @@ cdef class StoreReader:
     cdef Passage read_passage(self, const kalos_entry* entry)
     cdef TokenView view_of(self, const kalos_entry* entry)
     cdef bint is_expired(self, const kalos_entry* entry, double now) except -1
-    cdef int fill_columns(self, EntryTable* table, uint32_t start, uint64_t[::1] ids, uint32_t[::1] rows,
-                          uint64_t[::1] lsns, uint8_t[::1] flags) except -1
+    cdef int fill_columns(self, EntryTable* table, uint32_t start, uint64_t[::1] ids,
+                          uint32_t[::1] rows, uint64_t[::1] lsns, uint8_t[::1] flags) except -1

@@ -1,12 +1,11 @@
 """Reading a store.
 
-A reader maps what the writer wrote and follows three things: the generation word (compaction moved to new
-files), the slots' versions, and sizes. It takes no lock. Everything it hands out was checked against a
-checksum in the call that hands it out.
+A reader maps what the writer wrote and follows three things: the generation word (compaction moved
+to new files), the slots' versions, and sizes. It takes no lock. Everything it hands out was checked
+against a checksum in the call that hands it out.
 """
 
 import fcntl
-import json
 import os
 import struct
 import threading
@@ -14,7 +13,6 @@ import time
 
 import numpy as np
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_WRITABLE
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
@@ -23,13 +21,16 @@ from kalos_ctx._index cimport EntryTable, Index, table_clear, table_entry
 from kalos_ctx._layout cimport (
     KALOS_DTYPE_FLOAT16, KALOS_ENTRY_DEAD, KALOS_ENTRY_FRAMED, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TEXT,
     KALOS_ENTRY_TTL, KALOS_ENTRY_ZERO, KALOS_HAS_GROUP, KALOS_HAS_METADATA, KALOS_HAS_TEXT,
-    KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_KIND_SEGMENTS, KALOS_KIND_SUMMARIES,
-    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SLOT_COLLECTION, KALOS_SLOT_SESSION,
+    KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL, KALOS_KIND_SEGMENTS,
+    KALOS_KIND_SUMMARIES,
+    KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SLOT_COLLECTION,
+    KALOS_SLOT_SESSION,
     KALOS_SLOT_TENANT, kalos_crc32c, kalos_cursor, kalos_entry, kalos_image, kalos_item, kalos_row,
     kalos_state,
 )
-from kalos_ctx._log cimport Log, kalos_sections, kalos_sections_of
-from kalos_ctx._segment cimport MappedFile, SegmentSet
+from kalos_ctx._log cimport Log, kalos_sections
+from kalos_ctx._segment cimport SegmentSet
+from kalos_ctx._turns cimport Passage, TokenView, Turn, ids_of
 
 from kalos_ctx import _control
 from kalos_ctx.errors import NotAStore, StoreClosed, StoreCorrupt, StoreIOError
@@ -45,142 +46,8 @@ F_OFD_GETLK = 36                    # not in the module fcntl before Python 3.13
 # A reader waits so long for a writer that is opening the store.
 WRITER_WAIT_S = 60.0
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-cdef tuple ROLE_NAMES = ROLES
-cdef char* INT32_FORMAT = b"i"
 # Held by the one thread that follows a writer to other files.
 MOVING = threading.Lock()
-
-
-cdef class TokenView:
-    """Read-only int32 buffer over a mapped file, which it keeps mapped."""
-
-    def __getbuffer__(self, Py_buffer* buffer, int flags):
-        if flags & PyBUF_WRITABLE:
-            raise BufferError("stored token IDs are read-only")
-        buffer.buf = <void*>self.data
-        buffer.obj = self
-        buffer.len = self.length * 4
-        buffer.readonly = 1
-        buffer.itemsize = 4
-        buffer.format = NULL
-        if flags & PyBUF_FORMAT:
-            buffer.format = INT32_FORMAT
-        buffer.ndim = 1
-        buffer.shape = &self.length
-        buffer.strides = &self.stride
-        buffer.suboffsets = NULL
-        buffer.internal = NULL
-
-
-cdef object ids_of(TokenView view):
-    if view.length == 0:
-        empty = np.empty(0, np.int32)
-        empty.flags.writeable = False
-        return empty
-    return np.frombuffer(view, np.int32)
-
-
-cdef class Turn:
-    """One stored turn.
-
-    Attributes
-    ----------
-    seq : int
-        Sequence number in its session, from 0.
-    role : str
-    token_ids : int32 array of shape (num_tokens,)
-        Read-only and zero-copy: it lies in the store's file. Framing included.
-    text : str or None
-        The original content, where it was given as text.
-    group : str, int or None
-    created_at : float
-        Seconds as `time.time()`.
-    metadata : dict or None
-    num_tokens : int
-    """
-
-    @property
-    def role(self):
-        """Role of the turn."""
-        return ROLE_NAMES[self.role_code]
-
-    @property
-    def token_ids(self):
-        """int32 IDs of shape (num_tokens,), read-only, framing included."""
-        if self.ids is None:
-            self.ids = ids_of(self.view)
-        return self.ids
-
-    @property
-    def num_tokens(self):
-        """Length in tokens, framing included."""
-        return self.view.length
-
-    @property
-    def text(self):
-        """The original content, or None."""
-        return None if self.raw_text is None else self.raw_text.decode()
-
-    @property
-    def metadata(self):
-        """The metadata as it was given, or None."""
-        return None if self.raw_metadata is None else json.loads(self.raw_metadata)
-
-    @property
-    def group(self):
-        """The group as it was given, or None."""
-        if self.raw_group is None:
-            return None
-        return int(self.raw_group[1:]) if self.raw_group[0] == c"i" else self.raw_group[1:].decode()
-
-    def __repr__(self):
-        return f"Turn(seq={self.seq}, role={self.role!r}, num_tokens={self.view.length})"
-
-
-cdef class Passage:
-    """One stored passage.
-
-    Attributes
-    ----------
-    id : int
-    vector : float array of shape (dim,)
-        As stored: float16 rows come back as float16.
-    text : str or None
-    token_ids : int32 array, read-only
-    metadata : dict or None
-    created_at : float
-    """
-
-    @property
-    def vector(self):
-        """The row as stored, a copy."""
-        return np.frombuffer(self.raw_vector, np.float16 if self.half else np.float32)
-
-    @property
-    def token_ids(self):
-        """int32 IDs, read-only; empty where the passage has none."""
-        if self.ids is None:
-            self.ids = ids_of(self.view)
-        return self.ids
-
-    @property
-    def num_tokens(self):
-        """Length in tokens."""
-        return self.view.length
-
-    @property
-    def text(self):
-        """The passage's text, or None."""
-        return None if self.raw_text is None else self.raw_text.decode()
-
-    @property
-    def metadata(self):
-        """The metadata as it was given, or None."""
-        return None if self.raw_metadata is None else json.loads(self.raw_metadata)
-
-    def __repr__(self):
-        return f"Passage(id={self.id}, num_tokens={self.view.length})"
 
 
 cdef class StoreReader:
@@ -201,8 +68,8 @@ cdef class StoreReader:
     def follow(self):
         """Open control file and generation, once the writer has them in order.
 
-        A writer that is opening may just be building the index or moving to another generation: as long
-        as one holds the lock, wait for it.
+        A writer that is opening may just be building the index or moving to another generation: as
+        long as one holds the lock, wait for it.
         """
         cdef double until = time.monotonic() + WRITER_WAIT_S, pause = 0.0005
         while True:
@@ -298,16 +165,17 @@ cdef class StoreReader:
             self.rows_per_segment = <uint32_t>(
                 self.control.head.segment_bytes // self.row_stride // 64 * 64)
             if self.rows_per_segment == 0:
-                raise StoreCorrupt(f"the control file's vector_dim, {dim}, does not fit its segments",
-                                   "control", 0)
+                raise StoreCorrupt(
+                    f"the control file's vector_dim, {dim}, does not fit its segments", "control",
+                    0)
         return 0
 
     def check_index(self, Index index, uint32_t generation):
         """Raise where the index is not this store's, or cannot be trusted without the log.
 
-        It can where its writer closed in order, and where the writer runs or was killed on this boot: then
-        all that it wrote is in the page cache. After a power loss, or in a copy of a running store, its
-        pages may be of different ages.
+        It can where its writer closed in order, and where the writer runs or was killed on this
+        boot: then all that it wrote is in the page cache. After a power loss, or in a copy of a
+        running store, its pages may be of different ages.
         """
         cdef const kalos_state* state = &self.control.state
         cdef bytes boot = _control.boot_id()
@@ -359,7 +227,8 @@ cdef class StoreReader:
             return NULL
         p = self.tokens.at(segment, off, <size_t>n * 4)
         if kalos_crc32c(0, p, <size_t>n * 4) != crc:
-            self.tokens.damaged(segment, off, <size_t>n * 4, f"{n} token IDs do not hold their checksum")
+            self.tokens.damaged(segment, off, <size_t>n * 4,
+                                f"{n} token IDs do not hold their checksum")
         return <const int32_t*>p
 
     cdef TokenView view_of(self, const kalos_entry* entry):
@@ -373,8 +242,10 @@ cdef class StoreReader:
 
     cdef int compare(self, const kalos_entry* entry, const kalos_sections* s) except -1:
         """Raise where an entry's record is not about it."""
-        if s.change.entry.num_tokens != entry.num_tokens or s.change.entry.token_crc != entry.token_crc:
-            self.index.damage(<const char*>entry - self.index.arena.base, "an entry is not what its record says")
+        if s.change.entry.num_tokens != entry.num_tokens \
+                or s.change.entry.token_crc != entry.token_crc:
+            self.index.damage(<const char*>entry - self.index.arena.base,
+                              "an entry is not what its record says")
         return 0
 
     cdef Turn read_turn(self, const kalos_entry* entry):
@@ -430,7 +301,7 @@ cdef class StoreReader:
             self.vectors.damaged(segment, off, n, "a vector does not hold its checksum")
         return p[:n]
 
-    # ---- What SessionStore asks ---------------------------------------------------------------------
+    # ---- What SessionStore asks ------------------------------------------------------------------
 
     def check_open(self):
         """Raise StoreClosed after `close`; a reader follows the writer to another generation."""
@@ -439,7 +310,8 @@ cdef class StoreReader:
     def was_left(self):
         """Whether the writer went on in other files than those open here; the next call follows.
 
-        Places in an index hold for its files alone: what several calls read together is then read again.
+        Places in an index hold for its files alone: what several calls read together is then read
+        again.
         """
         return not self.writable and self.moved()
 
@@ -460,8 +332,9 @@ cdef class StoreReader:
             "last_assistant": image.last_assistant, "next_id": image.next_id, "flags": image.flags,
         }
 
-    def turns(self, bytes tenant, bytes name, object start, object stop, double now, uint32_t kind=1):
-        """Living turns with start <= seq < stop (Python's slice rules), or None for an unknown session.
+    def turns(self, bytes tenant, bytes name, object start, object stop, double now,
+              uint32_t kind=1):
+        """Living turns with start <= seq < stop (rules of slices), or None for an unknown session.
 
         All are of one moment: where a rollback or an erasure came between, they are read again.
         """
@@ -484,7 +357,7 @@ cdef class StoreReader:
                 return out
 
     cdef bint moved_on(self, uint64_t slot_off, const kalos_image* before) except -1:
-        """Whether entries of a slot that could be read when `before` was loaded have changed or gone."""
+        """Whether entries that could be read when `before` was loaded have changed or gone."""
         cdef kalos_image after
         if not self.writable and self.moved():
             return True
@@ -550,12 +423,11 @@ cdef class StoreReader:
     def entry_columns(self, uint64_t slot_off, uint32_t start):
         """Columns of a slot's entries from `start`, as numpy arrays of one length.
 
-        Returns (ids uint64, rows uint32 (row + 1), lsns uint64, flags uint8, seqs uint32, epoch). For a
-        collection `ids` are passage IDs.
+        Returns (ids uint64, rows uint32 (row + 1), lsns uint64, flags uint8, seqs uint32, epoch).
+        For a collection `ids` are passage IDs.
         """
         cdef EntryTable table
-        cdef const kalos_entry* entry
-        cdef uint32_t seq, n
+        cdef uint32_t n
         self.index.open_table(slot_off, &table)
         try:
             n = table.image.num_entries
@@ -570,8 +442,8 @@ cdef class StoreReader:
         finally:
             table_clear(&table)
 
-    cdef int fill_columns(self, EntryTable* table, uint32_t start, uint64_t[::1] ids, uint32_t[::1] rows,
-                          uint64_t[::1] lsns, uint8_t[::1] flags) except -1:
+    cdef int fill_columns(self, EntryTable* table, uint32_t start, uint64_t[::1] ids,
+                          uint32_t[::1] rows, uint64_t[::1] lsns, uint8_t[::1] flags) except -1:
         cdef const kalos_entry* entry
         cdef uint32_t i
         for i in range(<uint32_t>ids.shape[0]):

@@ -1,4 +1,5 @@
-// The score of a row, in four ways that give the same bits. DESIGN.md ("The score, defined") words the definition:
+// The score of a row, in four ways that give the same bits. DESIGN.md ("The score, defined") words
+// the definition:
 //   p[j] = +0; for d ascending with d % 32 == j: p[j] = fma(x[d], q[d], p[j])   (l2: fma(e, e,
 //   p[j]), e = x - q) for h in 16, 8, 4, 2, 1: p[j] = p[j] + p[j + h] for j < h cosine: p[0] *
 //   factor; ip: p[0]; l2: -p[0];  then -0 becomes +0 and NaN becomes -inf

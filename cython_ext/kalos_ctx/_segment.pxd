@@ -9,10 +9,10 @@ cdef class MappedFile:
     cdef readonly str name          # relative to the store, for messages
     cdef readonly bint writable
     cdef bint private               # changes stay in this process
-    cdef char* base                 # newest mapping; longer than the file, touched only below `size`
+    cdef char* base                 # newest mapping; longer than the file, used below `size`
     cdef size_t mapped              # bytes of that mapping
     cdef size_t size                # file size when last looked at
-    cdef list old                   # earlier mappings, kept until close: pointers into them stay valid
+    cdef list old                   # earlier mappings, kept: pointers into them stay valid
     cdef void release(self)
     cdef int map_at_least(self, size_t n) except -1
     cdef int grow(self, size_t n) except -1

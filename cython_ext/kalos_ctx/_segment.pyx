@@ -1,12 +1,12 @@
 """Mapped files of a store.
 
-Writing goes through ``pwrite``, so that a full disk is an error code and never a SIGBUS; mappings are for
-reading. The one exception is a growing file mapped for writing (the index): its bytes are written as zeros
-before they are stored to.
+Writing goes through ``pwrite``, so that a full disk is an error code and never a SIGBUS; mappings
+are for reading. The one exception is a growing file mapped for writing (the index): its bytes are
+written as zeros before they are stored to.
 
-A mapping may be longer than its file. Nothing behind the file's end is ever touched: every pointer is taken
-through `at`, which knows the size, and `check` asks the system for the size again where another process could
-have cut the file.
+A mapping may be longer than its file. Nothing behind the file's end is ever touched: every pointer
+is taken through `at`, which knows the size, and `check` asks the system for the size again where
+another process could have cut the file.
 """
 
 import os
@@ -17,9 +17,9 @@ from libc.stdint cimport uint32_t
 from libc.string cimport memset
 
 from kalos_ctx._posix cimport (
-    EDQUOT, EFBIG, EINTR, ENOSPC, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, O_CLOEXEC, O_CREAT, O_NOFOLLOW, O_NONBLOCK,
-    O_RDONLY, O_RDWR, PROT_READ, PROT_WRITE, S_ISREG, c_stat, close, errno, fdatasync, fstat, ftruncate, mmap,
-    munmap, openat, pread, pwrite, strerror,
+    EDQUOT, EFBIG, EINTR, ENOSPC, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, O_CLOEXEC, O_CREAT,
+    O_NOFOLLOW, O_NONBLOCK, O_RDONLY, O_RDWR, PROT_READ, PROT_WRITE, S_ISREG, c_stat, close, errno,
+    fdatasync, fstat, ftruncate, mmap, munmap, openat, pread, pwrite, strerror,
 )
 
 from kalos_ctx.errors import StoreCorrupt, StoreFull, StoreIOError
@@ -75,7 +75,7 @@ cdef int write_zeros(int fd, size_t start, size_t stop) noexcept nogil:
 
 
 cdef int read_flaw(int fd, size_t off, size_t n) noexcept nogil:
-    """The errno with which the system cannot read a range, 0 where it can (or the file is shorter)."""
+    """The errno with which a range cannot be read, 0 where it can (or the file is shorter)."""
     cdef char buffer[4096]
     cdef ssize_t done
     while n:
@@ -96,8 +96,8 @@ def pages_lost():
     return kalos_guard_hits()
 
 
-# Outside of the cycle collector, which would clear `old` before `__dealloc__` unmaps what it lists. A mapping
-# holds numbers and strings, so it is part of no cycle.
+# Outside of the cycle collector, which would clear `old` before `__dealloc__` unmaps what it lists.
+# A mapping holds numbers and strings, so it is part of no cycle.
 @cython.no_gc
 cdef class MappedFile:
     """One file, mapped. `open_file` makes it."""
@@ -108,8 +108,8 @@ cdef class MappedFile:
         self.old = []
 
     @staticmethod
-    def open_file(int dirfd, str name, *, bint writable=False, bint create=False, bint private=False,
-                  str label=None):
+    def open_file(int dirfd, str name, *, bint writable=False, bint create=False,
+                  bint private=False, str label=None):
         """Open `name` in the folder `dirfd`; links, FIFOs and devices are refused.
 
         Raises
@@ -151,7 +151,7 @@ cdef class MappedFile:
         self.old = []
 
     def close(self):
-        """Close the descriptor. The mapping stays until nobody refers to the object: arrays may lie in it."""
+        """Close the descriptor. The mapping stays while anybody refers to the object."""
         if self.fd >= 0:
             close(self.fd)
             self.fd = -1
@@ -233,7 +233,7 @@ cdef class MappedFile:
 
 
 cdef class SegmentSet:
-    """The files ``<prefix>-000000``, ``<prefix>-000001``, ... of one folder, each of `segment_bytes`.
+    """The files ``<prefix>-000000``, ``<prefix>-000001``, ... of a folder, each of `segment_bytes`.
 
     The last may be shorter; a sealed one has its full length, the unused end written as zeros.
     """
@@ -277,8 +277,8 @@ cdef class SegmentSet:
         cdef void* grown
         if segment < self.count and self.files[segment] is not None:
             return self.files[segment]
-        f = MappedFile.open_file(self.dirfd, self.name(segment), writable=self.writable, create=create,
-                                 label=self.label(segment))
+        f = MappedFile.open_file(self.dirfd, self.name(segment), writable=self.writable,
+                                 create=create, label=self.label(segment))
         # Writers write through pwrite; their mapping, like a reader's, is for reading.
         f.writable = False
         f.map_at_least(max(self.segment_bytes, f.size))
@@ -307,7 +307,8 @@ cdef class SegmentSet:
     cdef object damaged(self, uint32_t segment, size_t off, size_t n, str what):
         """Raise for n bytes that do not hold.
 
-        StoreIOError where the device cannot read them (a mapping shows zeros then), else StoreCorrupt.
+        StoreIOError where the device cannot read them (a mapping shows zeros then), else
+        StoreCorrupt.
         """
         cdef MappedFile f = self.open(segment, False)
         cdef int code = read_flaw(f.fd, off, n)
@@ -351,7 +352,7 @@ cdef class SegmentSet:
         return 0
 
     def zero_until(self, uint32_t segment, size_t stop):
-        """Write zeros from the file's end to `stop`: seals a segment, or prepares blocks to sync into."""
+        """Write zeros from the file's end to `stop`: seals it, or makes blocks to sync into."""
         cdef MappedFile f = self.open(segment, True)
         cdef int code
         if f.size < stop:
@@ -362,7 +363,7 @@ cdef class SegmentSet:
             self.sizes[segment] = stop
 
     def take_back(self, uint32_t segment, size_t off, size_t stop):
-        """Undo a write that failed half way: the file ends where it did, with zeros from `off` on."""
+        """Undo a write that failed half way: the file ends where it did, zeros from `off` on."""
         cdef MappedFile f
         cdef int code
         if segment >= self.count or self.files[segment] is None:
@@ -386,7 +387,7 @@ cdef class SegmentSet:
         return max(self.present(), default=-1)
 
     def expect_dirty(self, uint32_t first, uint32_t last):
-        """Let the next sync cover the segments `first` to `last`, which another process may have written."""
+        """Let the next sync cover segments `first` to `last`: another process may have written."""
         cdef uint32_t i
         for i in range(first, last + 1):
             self.open(i, False)

@@ -1,9 +1,10 @@
-// _sigbus.h: a mapped file that is cut from outside must end in an error, not in the process's death.
+// _sigbus.h: a mapped file that is cut from outside must end in an error, not in the process's
+// death.
 //
-// Reading a mapping behind its file's new end raises SIGBUS. The handler puts a page of zeros under the
-// address where it lies in a mapping of ours and returns; the read goes on, the checksum of what it reads
-// does not hold, and the caller gets StoreCorrupt. A signal that is not ours goes to whoever was there
-// before. Costs nothing where nothing goes wrong.
+// Reading a mapping behind its file's new end raises SIGBUS. The handler puts a page of zeros under
+// the address where it lies in a mapping of ours and returns; the read goes on, the checksum of
+// what it reads does not hold, and the caller gets StoreCorrupt. A signal that is not ours goes to
+// whoever was there before. Costs nothing where nothing goes wrong.
 #ifndef KALOS_SIGBUS_H
 #define KALOS_SIGBUS_H
 
@@ -42,7 +43,8 @@ static void kalos_on_sigbus(int sig, siginfo_t* info, void* context) {
   }
   if (kalos_guards.before.sa_flags & SA_SIGINFO) {
     kalos_guards.before.sa_sigaction(sig, info, context);
-  } else if (kalos_guards.before.sa_handler != SIG_IGN && kalos_guards.before.sa_handler != SIG_DFL) {
+  } else if (kalos_guards.before.sa_handler != SIG_IGN &&
+             kalos_guards.before.sa_handler != SIG_DFL) {
     kalos_guards.before.sa_handler(sig);
   } else {
     signal(SIGBUS, SIG_DFL);  // the instruction faults again and the process ends as it would have
@@ -50,7 +52,9 @@ static void kalos_on_sigbus(int sig, siginfo_t* info, void* context) {
 }
 
 // A writer asks before it calls its index complete: what it stored into such a page is in no file.
-static uint32_t kalos_guard_hits(void) { return __atomic_load_n(&kalos_guards.hits, __ATOMIC_RELAXED); }
+static uint32_t kalos_guard_hits(void) {
+  return __atomic_load_n(&kalos_guards.hits, __ATOMIC_RELAXED);
+}
 
 // Call with the GIL. A range that finds no place is simply not guarded.
 static void kalos_guard_add(void* base, size_t n) {

@@ -8,15 +8,14 @@ records say).
 import os
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp
 
 from kalos_ctx._control cimport WORD_COMMITTED, Control
 from kalos_ctx._index cimport EntryTable, Index, table_clear, table_entry
 from kalos_ctx._layout cimport (
-    KALOS_ALIGN, KALOS_ENTRY_DEAD, KALOS_IMAGE_DEAD, KALOS_KIND_DROP, KALOS_KIND_PASSAGE,
-    KALOS_KIND_SEGMENTS, KALOS_KIND_SHARE, KALOS_KIND_SUMMARIES, KALOS_KIND_TURN, KALOS_POSITION,
+    KALOS_ALIGN, KALOS_ENTRY_DEAD, KALOS_IMAGE_DEAD, KALOS_KIND_SEGMENTS,
+    KALOS_KIND_SUMMARIES, KALOS_POSITION,
     KALOS_POSITION_OFFSET, KALOS_POSITION_SEGMENT, KALOS_RECORD_SCRUBBED, KALOS_SEGMENT_FIRST,
-    kalos_entry, kalos_image, kalos_item, kalos_record, kalos_slot,
+    kalos_entry, kalos_image, kalos_item, kalos_record,
 )
 from kalos_ctx._log cimport (
     kalos_body_valid, kalos_header_valid, kalos_round_up, kalos_sections, kalos_sections_of,
@@ -43,7 +42,8 @@ cdef class Verifier:
         self.store = store
         self.progress = progress
         self.flaws = []
-        self.checked = {"records": 0, "turns": 0, "passages": 0, "vectors": 0, "sessions": 0, "bytes": 0}
+        self.checked = {"records": 0, "turns": 0, "passages": 0, "vectors": 0, "sessions": 0,
+                        "bytes": 0}
 
     def run(self):
         """The report."""
@@ -65,10 +65,10 @@ cdef class Verifier:
             return self.note(error.file, max(error.offset, 0), str(error))
         return self.note(getattr(error, "filename", None) or "", 0, str(error))
 
-    # ---- Log --------------------------------------------------------------------------------------
+    # ---- Log -------------------------------------------------------------------------------------
 
     cdef int walk_log(self, uint64_t end) except -1:
-        """Every record up to the published end; behind a damaged one it goes on at the next that holds."""
+        """Every record up to the published end; behind a damaged one, the next that holds."""
         cdef uint64_t lsn = KALOS_POSITION(0, KALOS_SEGMENT_FIRST), following
         while lsn < end:
             try:
@@ -92,11 +92,13 @@ cdef class Verifier:
         if segment + 1 < self.store.log.num_segments():
             prev_end = self.store.log.check_header(segment + 1)
             if prev_end is None:
-                self.note(self.store.log.files.label(segment + 1), 0, "the segment's header does not hold")
+                self.note(self.store.log.files.label(segment + 1), 0,
+                          "the segment's header does not hold")
             elif prev_end == off:
                 return KALOS_POSITION(segment + 1, KALOS_SEGMENT_FIRST)
         if off + sizeof(kalos_record) > size:
-            self.note(self.store.log.files.label(segment), off, "the file ends before its records do")
+            self.note(self.store.log.files.label(segment), off,
+                      "the file ends before its records do")
             return 0
         rec = <const kalos_record*>self.store.log.files.at(segment, off, sizeof(kalos_record))
         if not kalos_header_valid(self.store.log.salt, rec, lsn, size - off):
@@ -105,7 +107,8 @@ cdef class Verifier:
         self.checked["records"] += 1
         self.checked["bytes"] += rec.size
         if not kalos_body_valid(rec) or not kalos_sections_of(rec, &s):
-            self.note(self.store.log.files.label(segment), off, "the record's checksum does not hold")
+            self.note(self.store.log.files.label(segment), off,
+                      "the record's checksum does not hold")
         elif not rec.flags & KALOS_RECORD_SCRUBBED and (
                 rec.kind == KALOS_KIND_SEGMENTS or rec.kind == KALOS_KIND_SUMMARIES):
             self.check_items(s.table[:s.change.table_len])
@@ -132,15 +135,17 @@ cdef class Verifier:
         while segment < self.store.log.num_segments():
             size = self.store.log.files.size_of(segment)
             while off + sizeof(kalos_record) <= size and KALOS_POSITION(segment, off) < end:
-                rec = <const kalos_record*>self.store.log.files.at(segment, off, sizeof(kalos_record))
-                if kalos_header_valid(self.store.log.salt, rec, KALOS_POSITION(segment, off), size - off):
+                rec = <const kalos_record*>self.store.log.files.at(segment, off,
+                                                                   sizeof(kalos_record))
+                if kalos_header_valid(self.store.log.salt, rec, KALOS_POSITION(segment, off),
+                                      size - off):
                     return KALOS_POSITION(segment, off)
                 off += KALOS_ALIGN
             segment += 1
             off = KALOS_SEGMENT_FIRST
         return end
 
-    # ---- Index ------------------------------------------------------------------------------------
+    # ---- Index -----------------------------------------------------------------------------------
 
     cdef int walk_index(self) except -1:
         """Every slot and entry, with the tokens and rows they refer to."""
@@ -193,7 +198,8 @@ cdef class Verifier:
             self.store.index.dead.check(row // 8 + 1)
             dead = (<uint8_t*>self.store.index.dead.base)[row // 8] >> (row & 7) & 1
             if dead != bool(e.flags & KALOS_ENTRY_DEAD):
-                self.note(f"{self.store.index.folder}/dead", row // 8, "a row's bit is not what its entry says")
+                self.note(f"{self.store.index.folder}/dead", row // 8,
+                          "a row's bit is not what its entry says")
         if e.flags & KALOS_ENTRY_DEAD:
             return 0
         if rec.flags & KALOS_RECORD_SCRUBBED or s.change.entry.token_crc != e.token_crc \
@@ -202,7 +208,8 @@ cdef class Verifier:
                       f"entry {e.seq} is not what its record says")
         self.store.token_run(e.tokens_pos, e.num_tokens, e.token_crc)
         if e.live_tokens:
-            self.store.token_run(e.tokens_pos + kalos_round_up(e.num_tokens, 16), e.live_tokens, e.live_crc)
+            self.store.token_run(e.tokens_pos + kalos_round_up(e.num_tokens, 16), e.live_tokens,
+                                 e.live_crc)
         if e.vector_row:
             self.store.row_bytes(e.vector_row - 1)
             self.checked["vectors"] += 1

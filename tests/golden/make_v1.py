@@ -1,7 +1,7 @@
-"""Write the golden store of format 1.0: `python tests/golden/make_v1.py`. Run once per format, never again.
+"""Write the golden store of format 1.0: `python tests/golden/make_v1.py`. Once, never again.
 
-`tests/golden/v1/store` is what a released version wrote, `expected.json` what it could read from it then.
-Later versions must read the same.
+`tests/golden/v1/store` is what a released version wrote, `expected.json` what it could read from it
+then. Later versions must read the same.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from helpers.store_images import answers, fill  # noqa: E402
+from helpers.store_images import answers, fill
 
-from kalos_ctx.store import SessionStore  # noqa: E402
+from kalos_ctx.store import SessionStore
 
 HERE = Path(__file__).resolve().parent / "v1"
 

@@ -1,12 +1,10 @@
-"""Faults for tests: a shim between a process and the system, small file systems, other processes."""
+"""Faults for tests: a shim below a process, small file systems, other processes."""
 
 import os
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 import kalos_ctx
 
@@ -21,12 +19,6 @@ def compile_shim(folder) -> Path:
         ["gcc", "-O1", "-shared", "-fPIC", "-o", target, SHIM_SOURCE, "-ldl"], check=True
     )
     return target
-
-
-@pytest.fixture(scope="session")
-def shim(tmp_path_factory):
-    """Return the path of the compiled shim."""
-    return compile_shim(tmp_path_factory.mktemp("shim"))
 
 
 def environment(**extra) -> dict[str, str]:

@@ -1,12 +1,13 @@
-"""Flip bits of a store's files, one at a time, and say what can be read then: a process of `test_fault_12`.
+"""Flip bits of a store's files, one at a time, and say what is read then (`test_fault_12`).
 
-Arguments: a folder to work in, a file with the flips (JSON: [file, offset, bit] each), the mode. One line of
-JSON a flip goes to standard output: what was wrong, nothing in most cases.
+Arguments: a folder to work in, a file with the flips (JSON: [file, offset, bit] each), the mode.
+One line of JSON a flip goes to standard output: what was wrong, nothing in most cases.
 """
 
 import json
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from helpers.store_images import answers, make_small, patch, read_image, write_image, wrong_answers
@@ -40,10 +41,8 @@ def look(path, mode, right, hits):
             wrong.append("recall")
         return wrong
     finally:
-        try:
+        with suppress(KalosError):
             store.close()
-        except KalosError:
-            pass
 
 
 def main() -> None:

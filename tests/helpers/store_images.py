@@ -1,4 +1,4 @@
-"""Stores as images: filled with every kind of record, read back as plain values, patched byte by byte."""
+"""Stores as images: filled with every kind of record, read back as values, patched by bytes."""
 
 import struct
 from pathlib import Path
@@ -137,7 +137,10 @@ def passage_value(passage):
 QUESTIONS = {
     "sessions": lambda s: s.sessions().items,
     "tenants": lambda s: s.tenants(),
-    **{f"turns {n}": lambda s, n=n: [turn_value(t) for t in s.turns(n)] for n in ("s0", "s1", "s2", "f0")},
+    **{
+        f"turns {n}": lambda s, n=n: [turn_value(t) for t in s.turns(n)]
+        for n in ("s0", "s1", "s2", "f0")
+    },
     **{f"count {n}": lambda s, n=n: s.count(n) for n in ("s0", "s1", "f0", "gone")},
     "turns other": lambda s: [turn_value(t) for t in s.turns("other", tenant="t2")],
     "segments": lambda s: repr((s.segments("s0"), s.segments(None))),

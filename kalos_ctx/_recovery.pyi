@@ -1,0 +1,9 @@
+from typing import Any
+
+from kalos_ctx._durability import DurableStore
+
+class RecoveringStore(DurableStore):
+    @property
+    def recovery(self) -> dict[str, Any]: ...
+    def recover(self) -> None: ...
+    def remove_other_generations(self) -> None: ...

@@ -1,0 +1,1 @@
+# Called from compiled code alone: nothing here is seen from Python.
