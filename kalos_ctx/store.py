@@ -17,6 +17,7 @@ from kalos_ctx import arguments
 from kalos_ctx._reader import COLLECTION, SESSION, TENANT
 from kalos_ctx.arguments import name_bytes
 from kalos_ctx.errors import InvalidArgument, InvalidType, SessionNotFound
+from kalos_ctx.store_base import read_again_when_left
 from kalos_ctx.store_passages import PassageCalls
 from kalos_ctx.store_path import absolute_path
 from kalos_ctx.store_tables import TableCalls
@@ -47,6 +48,7 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
         What opening had to do: `replayed` records, `dropped_bytes` of a torn tail, `rebuilt` index.
     """
 
+    @read_again_when_left
     def sessions(
         self,
         *,
@@ -94,6 +96,7 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
             names.append(arguments.name_out(name))
         return Page(names, None)
 
+    @read_again_when_left
     def tenants(self) -> list[str | bytes]:
         """Return the tenants that have a session, a collection or a segment."""
         self._core.check_open()
@@ -193,6 +196,7 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
 
         snapshot(self._writer(), absolute_path(path))
 
+    @read_again_when_left
     def stats(self) -> dict[str, Any]:
         """Return what the store is and holds: counts, bytes by kind of file, recovery."""
         self._core.check_open()

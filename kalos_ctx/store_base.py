@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kalos_ctx import _opening, arguments
 from kalos_ctx._reader import SESSION, StoreReader
@@ -22,6 +23,8 @@ from kalos_ctx.errors import (
     KalosError,
     SessionExpired,
     SessionNotFound,
+    StoreCorrupt,
+    StoreIOError,
     StoreReadOnly,
 )
 from kalos_ctx.store_path import checked_path, open_reader
@@ -39,6 +42,25 @@ SEQ_MAX = 2**32 - 1
 SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 65536, 2**32 - 2**20
 
 _Store = TypeVar("_Store", bound="StoreBase")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def read_again_when_left(
+    call: Callable[Concatenate[_Store, _Args], _Result],
+) -> Callable[Concatenate[_Store, _Args], _Result]:
+    """Let a reading call begin again where the writer moved to other files in its middle."""
+
+    @functools.wraps(call)
+    def again(self: _Store, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        while True:
+            try:
+                return call(self, *args, **kwargs)
+            except (StoreCorrupt, StoreIOError):
+                if not self._core.was_left():
+                    raise
+
+    return again
 
 
 class StoreBase:

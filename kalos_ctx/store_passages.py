@@ -17,10 +17,8 @@ from kalos_ctx.errors import (
     InvalidArgument,
     InvalidType,
     PassageNotFound,
-    StoreCorrupt,
-    StoreIOError,
 )
-from kalos_ctx.store_base import StoreBase
+from kalos_ctx.store_base import StoreBase, read_again_when_left
 
 if TYPE_CHECKING:
     from kalos_ctx._turns import Passage
@@ -94,6 +92,7 @@ class PassageCalls(StoreBase):
         out[order] = np.array(given, np.uint64)
         return out
 
+    @read_again_when_left
     def passages(
         self, collection: str | bytes, ids: Any, *, tenant: str | bytes = ""
     ) -> list[Passage]:
@@ -104,15 +103,10 @@ class PassageCalls(StoreBase):
         PassageNotFound
         """
         wanted = _numbers(ids, "ids", 2**64 - 1)
-        while True:
-            try:
-                slot, places, dead = self._passage_places(collection, wanted, tenant)
-                if any(dead):
-                    raise PassageNotFound(f"passage {wanted[dead.index(True)]} was deleted")
-                return [self._core.passage_at(slot, place) for place in places]
-            except (StoreCorrupt, StoreIOError):
-                if not self._core.was_left():
-                    raise
+        slot, places, dead = self._passage_places(collection, wanted, tenant)
+        if any(dead):
+            raise PassageNotFound(f"passage {wanted[dead.index(True)]} was deleted")
+        return [self._core.passage_at(slot, place) for place in places]
 
     def delete_passages(
         self, collection: str | bytes, ids: Any, *, tenant: str | bytes = ""

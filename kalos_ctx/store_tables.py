@@ -12,7 +12,7 @@ from kalos_ctx._reader import KIND_SEGMENTS, KIND_SUMMARIES, SESSION, TENANT
 from kalos_ctx.arguments import ROLE_NAMES, name_bytes, role_code
 from kalos_ctx.drafts import Plain
 from kalos_ctx.errors import Conflict, InvalidArgument, SessionNotFound
-from kalos_ctx.store_base import SEQ_MAX, StoreBase
+from kalos_ctx.store_base import SEQ_MAX, StoreBase, read_again_when_left
 
 # A segment of tool schemas has no role of its own; the template renders it.
 TOOLS_ROLE = 255
@@ -119,6 +119,7 @@ class TableCalls(StoreBase):
             suffix_len=encoded.suffix_len,
         )
 
+    @read_again_when_left
     def segments(
         self, session: str | bytes | None, *, tenant: str | bytes = ""
     ) -> dict[str, dict[str, Any]]:
@@ -213,6 +214,7 @@ class TableCalls(StoreBase):
 
             core.put_table(SESSION, tenant_b, session_b, KIND_SUMMARIES, compose)
 
+    @read_again_when_left
     def summaries(self, session: str | bytes, *, tenant: str | bytes = "") -> list[dict[str, Any]]:
         """Return the session's summaries in order: `start`, `stop`, `role`, `text`, `token_ids`."""
         state = self._state(

@@ -208,3 +208,35 @@ def test_verify_tells_its_progress(filled):
     filled.verify(lambda done, total: seen.append((done, total)))
     assert seen[-1][0] > 0
     assert all(done <= total for done, total in seen)
+
+
+def test_listings_and_tables_are_read_again_when_the_writer_moves_on(filled, clock, monkeypatch):
+    """A compaction in the middle of a reading call, of which the reader has read the first half."""
+    with SessionStore.open(filled.path, "r", clock=clock) as reader:
+        expected = contents(filled)
+        real = reader._core.slot_state
+
+        class Core:
+            """The reader's core; the writer compacts behind its first answer."""
+
+            moves = 1
+
+            def __getattr__(self, name):
+                return getattr(core, name)
+
+            def slot_state(self, *args):
+                state = real(*args)
+                if self.moves:
+                    self.moves -= 1
+                    filled.compact()
+                return state
+
+        core = reader._core
+        for read in (
+            lambda: repr(reader.segments("s3")) == expected["segments"]["s3"],
+            lambda: repr(reader.summaries("s4")) == expected["summaries"]["s4"],
+            lambda: [p.id for p in reader.passages("docs", [1, 3])] == [1, 3],
+        ):
+            monkeypatch.setattr(reader, "_core", Core())
+            assert read()
+            monkeypatch.setattr(reader, "_core", core)
