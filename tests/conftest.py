@@ -1,11 +1,14 @@
 """Options, fixtures and markers of the whole suite; functions that tests import are in helpers/."""
 
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 from helpers.clock import ManualClock
 from helpers.gpu import NoGpuError, require_gpu
+
+import kalos_ctx
 
 # "ci" gives every machine the same examples, so a red run can be repeated; "explore" looks for new
 # ones and keeps those that failed in .hypothesis/.
@@ -38,6 +41,22 @@ def pytest_runtest_setup(item):
         require_gpu()
     except NoGpuError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_package_in_every_process(tmp_path_factory):
+    """Let the interpreters that tests start import the package that is tested here.
+
+    They would look into the working folder first, and in a checkout find sources that were not
+    built there.
+    """
+    before = os.getcwd()
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(kalos_ctx.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture
