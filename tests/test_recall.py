@@ -7,7 +7,7 @@ import multiprocessing
 import numpy as np
 import pytest
 from helpers import plain_recall, real_data
-from helpers.recalls import bits, ids_of, recall
+from helpers.recalls import bits, ids_of, recall, serve_recalls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -316,14 +316,6 @@ def test_b81_deleted_rows_take_no_place(store):
     store.delete_passages("c", [0, 1, 2])
     assert ids_of(backend.recall([1, 0], top_k=3, **options)) == [3, 4, 5]
     assert ids_of(backend.recall([1, 0], top_k=4, **options)) == [3, 4, 5]
-
-
-def serve_recalls(path, pipe):
-    """In another process: answer each query with IDs, over one backend that stays warm."""
-    with SessionStore.open(path, "r") as store:
-        backend = CpuBackend(store)
-        while (query := pipe.recv()) is not None:
-            pipe.send(ids_of(backend.recall(query, top_k=3, collections=(b"c",))))
 
 
 def test_b81_delete_counts_at_once_in_another_process(store, store_path):

@@ -3,6 +3,7 @@
 from helpers import plain_recall
 
 from kalos_ctx.backends.cpu import CpuBackend
+from kalos_ctx.store import SessionStore
 
 
 def recall(store, query, top_k, *collections, **options):
@@ -25,3 +26,11 @@ def bits(recalled):
         hits.sources,
         hits.reason,
     )
+
+
+def serve_recalls(path, pipe):
+    """In another process: answer each query with IDs, over one backend that stays warm."""
+    with SessionStore.open(path, "r") as store:
+        backend = CpuBackend(store)
+        while (query := pipe.recv()) is not None:
+            pipe.send(ids_of(backend.recall(query, top_k=3, collections=(b"c",))))
