@@ -265,6 +265,9 @@ def acknowledgements(path: Path) -> int:
     search = package if not inherited else f"{package}{os.pathsep}{inherited}"
     with subprocess.Popen(
         [sys.executable, "-m", "kalos_ctx.demo", str(path)],
+        # With -m the interpreter looks into its working folder first, and in a checkout would find
+        # sources that were not built there.
+        cwd=path.parent,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
