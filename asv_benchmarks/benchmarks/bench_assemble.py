@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 
 import numpy as np
 
 from kalos_ctx import ContextAssembler, Policy, SessionStore
+
+from . import once
 
 
 def fill(store, session, turns, tokens, seed=1):
@@ -29,52 +30,55 @@ def fill(store, session, turns, tokens, seed=1):
 class Window:
     """A window of 8,192 tokens."""
 
-    params = ([(1_000, 40), (1_000, 400), (100_000, 40)], ["stable", "sliding"])
+    sizes = ((1_000, 40), (1_000, 400), (100_000, 40))
+    params = (sizes, ["stable", "sliding"])
     param_names = ("turns_and_tokens_a_turn", "policy")
-    # asv sets up anew for every sample: enough calls that the first, cold one does not count.
-    number = 200
-    repeat = (1, 3, 5.0)
+    number = 500
+    repeat = (1, 10, 2.0)
 
-    def setup(self, size, policy):
-        turns, tokens = size
-        self.folder = tempfile.mkdtemp(prefix="kalos-bench-")
-        self.store = SessionStore.open(os.path.join(self.folder, "s"))
-        fill(self.store, "s", turns, tokens)
-        self.assembler = ContextAssembler(self.store, device="cpu")
+    def setup_cache(self):
+        """Make one store with a session of each size; asv keeps the folder for all parameters."""
+        with SessionStore.open("store") as store:
+            for turns, tokens in self.sizes:
+                fill(store, f"{turns} of {tokens}", turns, tokens)
+        return os.path.abspath("store")
+
+    @once
+    def setup(self, path, size, policy):
+        self.assembler = ContextAssembler(SessionStore.open(path, "r"), device="cpu")
+        self.session = "{} of {}".format(*size)
         self.policy = Policy(stable_prefix=policy == "stable")
         self.time_window_8k()
 
-    def teardown(self, *_):
-        self.assembler.close()
-        self.store.close()
-        shutil.rmtree(self.folder)
-
     def time_window_8k(self, *_):
-        self.assembler.assemble("s", max_tokens=8192, policy=self.policy).release()
+        self.assembler.assemble(self.session, max_tokens=8192, policy=self.policy).release()
 
 
 class RecallWindow:
     """Recall of 5 from 65,536 x 128 and a window of 8,192 tokens in one call."""
 
-    def setup(self):
+    number = 20
+    repeat = (1, 10, 2.0)
+
+    def setup_cache(self):
+        """Make the store with its passages once for all rounds."""
         rng = np.random.default_rng(1)
-        self.folder = tempfile.mkdtemp(prefix="kalos-bench-")
-        self.store = SessionStore.open(os.path.join(self.folder, "s"))
-        fill(self.store, "s", 1_000, 40)
-        vectors = rng.standard_normal((65_536, 128), dtype=np.float32)
-        self.store.add_passages(
-            "docs", vectors, token_ids=rng.integers(0, 50_000, (65_536, 60), dtype=np.int32)
-        )
-        self.query = rng.standard_normal(128, dtype=np.float32)
-        self.assembler = ContextAssembler(self.store, device="cpu")
+        with SessionStore.open("store") as store:
+            fill(store, "s", 1_000, 40)
+            store.add_passages(
+                "docs",
+                rng.standard_normal((65_536, 128), dtype=np.float32),
+                token_ids=rng.integers(0, 50_000, (65_536, 60), dtype=np.int32),
+            )
+        return os.path.abspath("store")
+
+    @once
+    def setup(self, path):
+        self.assembler = ContextAssembler(SessionStore.open(path, "r"), device="cpu")
+        self.query = np.random.default_rng(2).standard_normal(128, dtype=np.float32)
         self.time_recall_window()
 
-    def teardown(self):
-        self.assembler.close()
-        self.store.close()
-        shutil.rmtree(self.folder)
-
-    def time_recall_window(self):
+    def time_recall_window(self, *_):
         self.assembler.assemble(
             "s", max_tokens=8192, query=self.query, top_k=5, collections=("docs",)
         ).release()
