@@ -92,32 +92,47 @@ def windows(folder, say):
     store.close()
 
 
+def compile_floors(folder):
+    """Compile floors.c; its path, or None where there is no C compiler."""
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        print(f"  (no C compiler, {compiler}: floors left out)")
+        return None
+    target = os.path.join(folder, "floors")
+    source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "floors.c")
+    subprocess.run([compiler, "-O2", "-o", target, source], check=True)
+    return target
+
+
 def appends(folder, say):
-    """Turns of 1 KiB of token IDs, and the floor: pwrite (and fdatasync) of as many bytes."""
+    """Turns of 1 KiB of token IDs, and the floor: the system calls alone, from C."""
     ids = np.arange(256, dtype=np.int32)
+    rows = [{"role": "user", "token_ids": ids}] * 64
+    floors = compile_floors(folder)
+
+    def floor(name, what, repeats, base, turns=1):
+        if floors is None:
+            return
+        path = os.path.join(folder, "floor")
+        command = [floors, path, what, str(repeats)]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        p50, p99 = (int(ns) / 1e3 / turns for ns in out.split())
+        say(f"floor in C: {name}", (p50, p99), base)
+        os.remove(path)
+
     for durability, repeats in (("process", 50_000), ("each", 2_000), ("group", 2_000)):
         store = SessionStore.open(os.path.join(folder, durability), durability=durability)
         one = lambda: store.append("s", "user", token_ids=ids)  # noqa: B023, E731
         base = say(f"append 1 KiB, {durability}", timed(one, repeats))
+        if durability == "process":
+            floor("pwrite of 1 KiB", "process", repeats, base)
+        else:
+            floor("pwrite of 1 KiB + fdatasync", "each", repeats, base)
         if durability == "group":
-            rows = [{"role": "user", "token_ids": ids}] * 64
             p50, p99 = timed(lambda: store.extend("e", rows), 500, 20)  # noqa: B023
-            say("extend 64 x 1 KiB, group, a turn", (p50 / 64, p99 / 64), base)
+            base = say("extend 64 x 1 KiB, group, a turn", (p50 / 64, p99 / 64))
+            floor("64 x pwrite + fdatasync, a turn", "group", 500, base, 64)
         store.close()
-        fd = os.open(os.path.join(folder, "floor"), os.O_RDWR | os.O_CREAT)
-        os.pwrite(fd, bytes(64 << 20), 0)
-        os.fsync(fd)
-        at, raw = [0], bytes(1536)
-
-        def floor():
-            os.pwrite(fd, raw, at[0])  # noqa: B023
-            if durability != "process":  # noqa: B023
-                os.fdatasync(fd)  # noqa: B023
-            at[0] = (at[0] + 1536) % (32 << 20)  # noqa: B023
-
-        say("floor: pwrite" + ("" if durability == "process" else " + fdatasync"),
-            timed(floor, repeats), base)  # fmt: skip
-        os.close(fd)
 
 
 def reads(folder, say):
