@@ -7,7 +7,7 @@ from kalos_ctx._index cimport EntryTable, Index
 from kalos_ctx._layout cimport kalos_entry, kalos_image
 from kalos_ctx._log cimport Log, kalos_sections
 from kalos_ctx._segment cimport SegmentSet
-from kalos_ctx._turns cimport Passage, TokenView, Turn
+from kalos_ctx._turns cimport Passage, Stored, TokenView, Turn
 
 cdef class StoreReader:
     cdef readonly str path
@@ -35,6 +35,7 @@ cdef class StoreReader:
     cdef bint moved_on(self, uint64_t slot_off, const kalos_image* before) except -1
     cdef list turns_of(self, uint64_t slot_off, object start, object stop, double now)
     cdef int compare(self, const kalos_entry* entry, const kalos_sections* s) except -1
+    cdef int read_common(self, Stored out, const kalos_entry* entry, kalos_sections* s) except -1
     cdef Turn read_turn(self, const kalos_entry* entry)
     cdef Passage read_passage(self, const kalos_entry* entry)
     cdef TokenView view_of(self, const kalos_entry* entry)

@@ -30,7 +30,7 @@ from kalos_ctx._layout cimport (
 )
 from kalos_ctx._log cimport Log, kalos_sections
 from kalos_ctx._segment cimport SegmentSet
-from kalos_ctx._turns cimport Passage, TokenView, Turn, ids_of
+from kalos_ctx._turns cimport Passage, Stored, TokenView, Turn, ids_of
 
 from kalos_ctx import _control
 from kalos_ctx.errors import NotAStore, StoreClosed, StoreCorrupt, StoreIOError
@@ -248,20 +248,25 @@ cdef class StoreReader:
                               "an entry is not what its record says")
         return 0
 
+    cdef int read_common(self, Stored out, const kalos_entry* entry, kalos_sections* s) except -1:
+        """Find a checked entry's record and read what turns and passages share."""
+        self.log.sections(entry.lsn, s)
+        self.compare(entry, s)
+        out.created_at = s.change.created_at
+        out.view = self.view_of(entry)
+        if s.change.present & KALOS_HAS_TEXT:
+            out.raw_text = s.text[:s.change.text_len]
+        if s.change.present & KALOS_HAS_METADATA:
+            out.raw_metadata = s.metadata[:s.change.metadata_len]
+        return 0
+
     cdef Turn read_turn(self, const kalos_entry* entry):
         """The turn of a checked entry."""
         cdef kalos_sections s
         cdef Turn turn = Turn.__new__(Turn)
-        self.log.sections(entry.lsn, &s)
-        self.compare(entry, &s)
+        self.read_common(turn, entry, &s)
         turn.seq = entry.seq
         turn.role_code = entry.role
-        turn.created_at = s.change.created_at
-        turn.view = self.view_of(entry)
-        if s.change.present & KALOS_HAS_TEXT:
-            turn.raw_text = s.text[:s.change.text_len]
-        if s.change.present & KALOS_HAS_METADATA:
-            turn.raw_metadata = s.metadata[:s.change.metadata_len]
         if s.change.present & KALOS_HAS_GROUP:
             turn.raw_group = s.group[:s.change.group_len]
         return turn
@@ -270,17 +275,10 @@ cdef class StoreReader:
         """The passage of a checked entry, its vector checked too."""
         cdef kalos_sections s
         cdef Passage p = Passage.__new__(Passage)
-        self.log.sections(entry.lsn, &s)
-        self.compare(entry, &s)
+        self.read_common(p, entry, &s)
         p.id = entry.sum
-        p.created_at = s.change.created_at
-        p.view = self.view_of(entry)
         p.half = self.control.head.vector_dtype == KALOS_DTYPE_FLOAT16
         p.raw_vector = self.row_bytes(entry.vector_row - 1)
-        if s.change.present & KALOS_HAS_TEXT:
-            p.raw_text = s.text[:s.change.text_len]
-        if s.change.present & KALOS_HAS_METADATA:
-            p.raw_metadata = s.metadata[:s.change.metadata_len]
         return p
 
     def row_bytes(self, uint32_t row):

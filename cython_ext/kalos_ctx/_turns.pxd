@@ -10,23 +10,20 @@ cdef class TokenView:
     cdef Py_ssize_t length
     cdef Py_ssize_t stride
 
-cdef class Turn:
-    cdef readonly uint32_t seq
-    cdef uint8_t role_code
+cdef class Stored:                  # what turns and passages share
     cdef readonly double created_at
     cdef TokenView view
     cdef object ids                 # numpy array, made at first use
     cdef bytes raw_text
     cdef bytes raw_metadata
+
+cdef class Turn(Stored):
+    cdef readonly uint32_t seq
+    cdef uint8_t role_code
     cdef bytes raw_group            # its first byte tells str (s) from int (i)
 
-cdef class Passage:
+cdef class Passage(Stored):
     cdef readonly uint64_t id
-    cdef readonly double created_at
-    cdef TokenView view
-    cdef object ids
-    cdef bytes raw_text
-    cdef bytes raw_metadata
     cdef bytes raw_vector           # as stored
     cdef bint half
 

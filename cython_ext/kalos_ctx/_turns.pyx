@@ -40,7 +40,33 @@ cdef object ids_of(TokenView view):
     return np.frombuffer(view, np.int32)
 
 
-cdef class Turn:
+cdef class Stored:
+    """What a turn and a passage have in common: token IDs, text and metadata."""
+
+    @property
+    def token_ids(self):
+        """int32 IDs of shape (num_tokens,), read-only; a turn's framing included."""
+        if self.ids is None:
+            self.ids = ids_of(self.view)
+        return self.ids
+
+    @property
+    def num_tokens(self):
+        """Length in tokens; a turn's framing included."""
+        return self.view.length
+
+    @property
+    def text(self):
+        """The original text, or None."""
+        return None if self.raw_text is None else self.raw_text.decode()
+
+    @property
+    def metadata(self):
+        """The metadata as it was given, or None."""
+        return None if self.raw_metadata is None else json.loads(self.raw_metadata)
+
+
+cdef class Turn(Stored):
     """One stored turn.
 
     Attributes
@@ -65,28 +91,6 @@ cdef class Turn:
         return ROLE_NAMES[self.role_code]
 
     @property
-    def token_ids(self):
-        """int32 IDs of shape (num_tokens,), read-only, framing included."""
-        if self.ids is None:
-            self.ids = ids_of(self.view)
-        return self.ids
-
-    @property
-    def num_tokens(self):
-        """Length in tokens, framing included."""
-        return self.view.length
-
-    @property
-    def text(self):
-        """The original content, or None."""
-        return None if self.raw_text is None else self.raw_text.decode()
-
-    @property
-    def metadata(self):
-        """The metadata as it was given, or None."""
-        return None if self.raw_metadata is None else json.loads(self.raw_metadata)
-
-    @property
     def group(self):
         """The group as it was given, or None."""
         if self.raw_group is None:
@@ -97,7 +101,7 @@ cdef class Turn:
         return f"Turn(seq={self.seq}, role={self.role!r}, num_tokens={self.view.length})"
 
 
-cdef class Passage:
+cdef class Passage(Stored):
     """One stored passage.
 
     Attributes
@@ -107,6 +111,7 @@ cdef class Passage:
         As stored: float16 rows come back as float16.
     text : str or None
     token_ids : int32 array, read-only
+        Empty where the passage has none.
     metadata : dict or None
     created_at : float
     """
@@ -115,28 +120,6 @@ cdef class Passage:
     def vector(self):
         """The row as stored, a copy."""
         return np.frombuffer(self.raw_vector, np.float16 if self.half else np.float32)
-
-    @property
-    def token_ids(self):
-        """int32 IDs, read-only; empty where the passage has none."""
-        if self.ids is None:
-            self.ids = ids_of(self.view)
-        return self.ids
-
-    @property
-    def num_tokens(self):
-        """Length in tokens."""
-        return self.view.length
-
-    @property
-    def text(self):
-        """The passage's text, or None."""
-        return None if self.raw_text is None else self.raw_text.decode()
-
-    @property
-    def metadata(self):
-        """The metadata as it was given, or None."""
-        return None if self.raw_metadata is None else json.loads(self.raw_metadata)
 
     def __repr__(self):
         return f"Passage(id={self.id}, num_tokens={self.view.length})"
