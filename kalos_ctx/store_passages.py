@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kalos_ctx import arguments
-from kalos_ctx._reader import COLLECTION, ENTRY_DEAD
+from kalos_ctx._reader import COLLECTION
 from kalos_ctx.arguments import name_bytes
 from kalos_ctx.errors import (
     Conflict,
@@ -135,12 +135,11 @@ class PassageCalls(StoreBase):
         state = self._core.slot_state(COLLECTION, tenant_b, collection_b)
         if state is None:
             raise PassageNotFound("there is no such collection in this tenant")
-        known, _, _, flags, _, _ = self._core.entry_columns(state["slot_off"], 0)
-        places: list[int] = np.searchsorted(known, np.array(wanted, np.uint64)).tolist()
+        places, dead = self._core.passage_places(state["slot_off"], np.array(wanted, np.uint64))
         for place, one in zip(places, wanted, strict=True):
-            if place >= len(known) or int(known[place]) != one:
+            if place < 0:
                 raise PassageNotFound(f"there is no passage {one} in this collection")
-        return state["slot_off"], places, [bool(flags[place] & ENTRY_DEAD) for place in places]
+        return state["slot_off"], places, dead
 
 
 def _column(value: Any, name: str, n: int) -> Sequence[Any]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from helpers.store_files import OtherProcess, content_digest
 
+from kalos_ctx._reader import COLLECTION, ENTRY_DEAD
 from kalos_ctx.errors import (
     Conflict,
     DimensionMismatch,
@@ -55,6 +56,31 @@ def test_passages_in_any_order_and_repeated(store):
     assert [p.id for p in store.passages("c", (i for i in (3, 1)))] == [3, 1]
     assert [p.id for p in store.passages("c", np.array([2, 2], np.uint64))] == [2, 2]
     assert store.passages("c", []) == []
+
+
+def places_in_columns(store, slot_off, wanted):
+    """Find IDs in the columns of the whole collection: the reference of the bisection."""
+    known, _, _, flags, _, _ = store._core.entry_columns(slot_off, 0)
+    at = {int(one): place for place, one in enumerate(known)}
+    places = [at.get(int(one), -1) for one in wanted]
+    return places, [place >= 0 and bool(flags[place] & ENTRY_DEAD) for place in places]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 63, 64, 65, 1000])
+def test_places_of_random_ids_equal_those_in_the_columns(store, n):
+    draw = np.random.default_rng(n)
+    # Ends of the range are IDs of some collections, and no IDs of others.
+    ids = np.sort(draw.choice(3 * n + 2, n, replace=False))
+    for part in np.array_split(ids, 3):  # extents of several calls
+        store.add_passages("c", rows(len(part)), ids=part)
+    store.delete_passages("c", ids[draw.random(n) < 0.2])
+    slot_off = store._core.slot_state(COLLECTION, b"", b"c")["slot_off"]
+    asked = [draw.integers(0, 3 * n + 3, draw.integers(0, 40)) for _ in range(50)]
+    asked += [np.sort(one) for one in asked] + [np.arange(3 * n + 3), ids, ids[::-1]]
+    asked += [np.array([0, 2**64 - 1, 0, 2**64 - 2], np.uint64), np.repeat(ids[-2:], 3)]
+    for wanted in asked:
+        found = store._core.passage_places(slot_off, wanted.astype(np.uint64))
+        assert found == places_in_columns(store, slot_off, wanted)
 
 
 def test_ids_ascend_over_all_collections_of_a_tenant(store):

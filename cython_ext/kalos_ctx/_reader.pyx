@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
 from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_INDEX, Control
@@ -48,6 +48,36 @@ WRITER_WAIT_S = 60.0
 
 # Held by the one thread that follows a writer to other files.
 MOVING = threading.Lock()
+
+
+cdef uint64_t id_at(Index index, const EntryTable* table, uint32_t place) except? 0:
+    """Passage ID of a checked entry."""
+    cdef const kalos_entry* entry = table_entry(table, place)
+    index.check_entry(entry, place)
+    return entry.sum
+
+
+cdef int64_t first_from_id(Index index, const EntryTable* table, uint64_t id, uint32_t first,
+                           uint64_t step) except -1:
+    """First place from `first` whose ID is not below `id`; the number of entries where all are.
+
+    Looks `step` entries ahead, then twice as far each time, and bisects the last of these steps.
+    """
+    cdef uint64_t lo = first, hi = table.image.num_entries, at
+    while lo < hi:
+        at = min(lo + step, hi) - 1
+        if id_at(index, table, <uint32_t>at) >= id:
+            hi = at
+            break
+        lo = at + 1
+        step *= 2
+    while lo < hi:
+        at = (lo + hi) >> 1
+        if id_at(index, table, <uint32_t>at) < id:
+            lo = at + 1
+        else:
+            hi = at
+    return <int64_t>lo
 
 
 cdef class StoreReader:
@@ -473,6 +503,40 @@ cdef class StoreReader:
         finally:
             table_clear(&table)
         return out
+
+    def passage_places(self, uint64_t slot_off, const uint64_t[::1] wanted not None):
+        """Place in its collection of each passage ID, -1 for none, and whether it was deleted.
+
+        Entries ascend by ID, so each is bisected for; where the IDs asked for ascend too, among the
+        entries behind the last one, near ones first.
+        """
+        cdef EntryTable table
+        cdef const kalos_entry* entry
+        cdef uint32_t place = 0
+        cdef uint64_t step
+        cdef Py_ssize_t i
+        cdef list places = [], dead = []
+        self.index.open_table(slot_off, &table)
+        try:
+            for i in range(wanted.shape[0]):
+                step = 1
+                if i == 0 or wanted[i] <= wanted[i - 1]:
+                    place, step = 0, table.image.num_entries
+                place = <uint32_t>first_from_id(self.index, &table, wanted[i], place, step)
+                entry = NULL
+                if place < table.image.num_entries:
+                    entry = table_entry(&table, place)
+                    self.index.check_entry(entry, place)
+                if entry == NULL or entry.sum != wanted[i]:
+                    places.append(-1)
+                    dead.append(False)
+                    continue
+                places.append(place)
+                dead.append(bool(entry.flags & KALOS_ENTRY_DEAD))
+                place += 1
+            return places, dead
+        finally:
+            table_clear(&table)
 
     def passage_at(self, uint64_t slot_off, uint32_t seq):
         """The passage in a place of its collection."""
