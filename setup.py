@@ -21,6 +21,8 @@ CXX_MODULES = {
     "_session_table",
     "_context_window",
     "_assembler",
+    "_gathering",
+    "_device_gathering",
 }
 JOBS = os.cpu_count() or 1
 # Cython's worker processes would run this file again under any other start method.

@@ -27,6 +27,17 @@ class Scope:
 class StoreScan:
     def __init__(self, reader: StoreReader) -> None: ...
     def prepare(self, query: ArrayLike) -> tuple[NDArray[np.float32], list[int]]: ...
+    def passages(
+        self, tenant: bytes, names: tuple[bytes, ...], query: ArrayLike, k: int, min_score: float
+    ) -> tuple[
+        NDArray[np.uint64],
+        NDArray[np.float32],
+        list[tuple[int, int, bool]],
+        list[int],
+        Scope,
+        list[int],
+        int,
+    ]: ...
     def collections(self, tenant: bytes, names: tuple[bytes, ...]) -> Scope: ...
     def session(self, tenant: bytes, name: bytes) -> Scope | None: ...
     def best(

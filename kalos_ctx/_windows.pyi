@@ -5,16 +5,24 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kalos_ctx._arranger import Arranger
+from kalos_ctx._device import Device
+
 _W = TypeVar("_W", bound=Window)
 
 class WindowPool:
+    arranger: Arranger | None
+    @property
+    def device(self) -> Device | None: ...
     @property
     def slots(self) -> int: ...
     @property
     def timeout(self) -> float: ...
     @property
     def free(self) -> int: ...
-    def __init__(self, slots: int = 64, timeout: float = 1.0) -> None: ...
+    def __init__(
+        self, slots: int = 64, timeout: float = 1.0, device: Device | None = None
+    ) -> None: ...
     def acquire(
         self, num_tokens: int, *, tenant: bytes = b"", timeout: float | None = None
     ) -> Window: ...
@@ -22,6 +30,8 @@ class WindowPool:
 class Window:
     @property
     def released(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
     @property
     def token_ids(self) -> NDArray[np.int32]: ...
     def __len__(self) -> int: ...
@@ -42,8 +52,10 @@ class Window:
     def __dlpack__(
         self,
         *,
-        stream: None = None,
+        stream: int | None = None,
         max_version: Sequence[int] | None = None,
         dl_device: Sequence[int] | None = None,
         copy: bool | None = None,
     ) -> Any: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...

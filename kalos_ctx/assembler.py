@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,11 +14,12 @@ from numpy.typing import NDArray
 
 from kalos_ctx import arguments, items
 from kalos_ctx._assembler import AssemblerCore
+from kalos_ctx._gathering import Gatherer
 from kalos_ctx._window_parts import Head, Rules
+from kalos_ctx._windows import WindowPool
 from kalos_ctx.arguments import ROLE_NAMES, name_bytes, name_out, role_code
 from kalos_ctx.batches import ContextBatch, build_batch
 from kalos_ctx.errors import (
-    DeviceUnavailable,
     FingerprintMismatch,
     InvalidArgument,
     InvalidType,
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LEGACY_STREAM, PER_THREAD_STREAM = 1, 2  # cuda.h, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD
+PAGE_NBYTES = 4096  # nothing has an address below
 PLACEMENTS = ("before_last_user", "after_system", "end")
 TOKENS_MAX = 2**53
 _DEFAULT = Policy()
@@ -77,8 +81,10 @@ class ContextAssembler(AssemblerCore):
     Parameters
     ----------
     store : SessionStore
-    device : {"auto", "cpu"}
-        Where windows are built; `device` says which it is.
+    device : {"auto", "cpu", "cuda", "cuda:N"}
+        Where windows are built and recall runs. "auto": the first GPU where there is one that
+        works, else the CPU, unless the environment's KALOS_DEVICE names another choice; the
+        attribute `device` says which it is.
     slots : int
         Windows that may be alive at a time, 1 to 1,048,576.
     timeout : float
@@ -86,7 +92,9 @@ class ContextAssembler(AssemblerCore):
 
     Raises
     ------
-    DeviceUnavailable, InvalidArgument, InvalidType
+    DeviceUnavailable
+        A GPU was asked for that cannot be used; the message says why and what to do.
+    InvalidArgument, InvalidType
 
     Notes
     -----
@@ -103,7 +111,8 @@ class ContextAssembler(AssemblerCore):
     ) -> None:
         if not isinstance(store, SessionStore):
             raise InvalidType(f"store must be a SessionStore (got {type(store).__name__})")
-        self.device = _checked_device(device)
+        ordinal = _checked_device(device)
+        self.device = "cpu" if ordinal is None else f"cuda:{ordinal}"
         codec = store.codec
         self._codec = codec
         self._frames: dict[str, tuple[NDArray[np.int32], ...]] = {}
@@ -118,7 +127,13 @@ class ContextAssembler(AssemblerCore):
                 "the store was written with a tokenizer and opened without one: windows have "
                 "neither the template's own head nor a generation prompt"
             )
-        self.start(store, store._core, store._clock, slots, timeout, prompt, starts)
+        gatherer = Gatherer()
+        if ordinal is not None:
+            from kalos_ctx.backends.cuda import make_gatherer
+
+            gatherer = make_gatherer(store, ordinal)
+        pool = WindowPool(slots, timeout, getattr(gatherer, "device", None))
+        self.start(store, store._core, store._clock, pool, gatherer, prompt, starts)
         self._note_dates()
         store.listen(self)
 
@@ -131,6 +146,7 @@ class ContextAssembler(AssemblerCore):
         layout: str = "packed",
         pad_id: int | None = None,
         on_error: str = "raise",
+        dtype: str = "int32",
     ) -> ContextBatch:
         """Build several windows at once.
 
@@ -144,12 +160,16 @@ class ContextAssembler(AssemblerCore):
             What fills the rows; needed by "left" and "right".
         on_error : {"raise", "return"}
             Release what was built and raise, or let the error stand in the window's place.
+        dtype : {"int32", "int64"}
+            Of the batch's arrays but `cu_seqlens`.
 
         Raises
         ------
         As `assemble`; PoolExhausted where there are more requests than slots.
         """
-        return build_batch(self, requests, layout=layout, pad_id=pad_id, on_error=on_error)
+        return build_batch(
+            self, requests, layout=layout, pad_id=pad_id, on_error=on_error, dtype=dtype
+        )
 
     def plan(self, session: str | bytes, **options: Any) -> Plan:
         """Return what `assemble` would keep, drop or cut, and why; nothing is moved.
@@ -227,6 +247,9 @@ class ContextAssembler(AssemblerCore):
 
     def close(self) -> None:
         """Forget everything. Idempotent; live windows stay with their owners."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
         self.end()
 
     def __enter__(self) -> ContextAssembler:
@@ -360,14 +383,24 @@ class ContextAssembler(AssemblerCore):
         query, options, frame = ask
         found = self._recaller().recall(query, **options)
         sources = found.hits.sources or (None,) * len(found.hits)
-        return found.hits, found.places, sources, frame, found.generation
+        return found.hits, found.places, sources, frame, found.generation, found.path
 
     def _recaller(self) -> Any:
         if self._backend is None:
-            from kalos_ctx.backends.cpu import CpuBackend
+            device = self.pool.device
+            if device is None:
+                from kalos_ctx.backends.cpu import CpuBackend
 
-            self._backend = CpuBackend(self.store)
+                self._backend = CpuBackend(self.store)
+            else:
+                from kalos_ctx.backends.cuda import CudaBackend
+
+                self._backend = CudaBackend(self.store, device)
         return self._backend
+
+    def stream_handle(self, stream: Any) -> int:
+        """Return the address of a caller's stream."""
+        return _stream_handle(stream)
 
     def _frame(self, role: Any) -> tuple[NDArray[np.int32], ...]:
         """Prefix, separator and suffix of recalled passages; the same arrays for one role."""
@@ -400,18 +433,43 @@ def _release_unseen(task: asyncio.Future[Held]) -> None:
         task.result().release()
 
 
-def _checked_device(device: Any) -> str:
+def _checked_device(device: Any) -> int | None:
+    """Return the number of a GPU that was asked for or found, None for the CPU."""
     if not isinstance(device, str):
         raise InvalidType(f"device must be a str (got {type(device).__name__})")
-    if device in ("auto", "cpu"):
-        return "cpu"
+    if device == "auto":
+        device = os.environ.get("KALOS_DEVICE", device)
+    if device == "cpu":
+        return None
+    if device == "auto":
+        from kalos_ctx.backends.cuda_device import find_device
+
+        found = find_device()
+        return None if found is None else found.ordinal
     kind, colon, number = device.partition(":")
     if kind == "cuda" and (not colon or (number.isascii() and number.isdigit())):
-        raise DeviceUnavailable(
-            f"device {device!r}: the CUDA backend is not part of this version yet; "
-            "use 'cpu' or 'auto'"
-        )
+        return int(number) if colon else 0
     raise InvalidArgument(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N' (got {device!r})")
+
+
+def _stream_handle(stream: Any) -> int:
+    """Return the address of a CUDA stream: a number, or what an object that has one says."""
+    for name in ("cuda_stream", "ptr", "handle"):
+        if hasattr(stream, name):
+            stream = getattr(stream, name)
+            break
+    else:
+        if hasattr(stream, "__cuda_stream__"):
+            stream = stream.__cuda_stream__()[1]
+    try:
+        address = int(stream)
+    except (TypeError, ValueError):
+        raise InvalidType(
+            f"stream must be a CUDA stream or its address (got {type(stream).__name__})"
+        ) from None
+    if not (0 <= address <= PER_THREAD_STREAM or address >= PAGE_NBYTES):
+        raise InvalidArgument(f"stream must be a CUDA stream's address (got {address})")
+    return address or LEGACY_STREAM  # 0 names the legacy default stream too
 
 
 def _collections(value: Any) -> tuple[bytes, ...]:

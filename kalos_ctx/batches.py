@@ -13,9 +13,12 @@ from kalos_ctx.errors import InvalidArgument, InvalidType, KalosError, PoolExhau
 
 if TYPE_CHECKING:
     from kalos_ctx._context_window import ContextWindow
+    from kalos_ctx._device import Device
+    from kalos_ctx._windows import Window, WindowPool
     from kalos_ctx.assembler import ContextAssembler
 
 LAYOUTS = ("packed", "left", "right")
+DTYPES = ("int32", "int64")
 FIELDS = frozenset(
     {
         "session", "tenant", "max_tokens", "reserve", "query", "top_k", "collections",
@@ -31,57 +34,48 @@ class ContextBatch:
     Indexing, iteration and `len` give the windows, or the errors that stand in their place; an
     error's row is empty. `release()` (or the end of a `with` block) frees all windows; arrays stay.
 
+    On a CUDA assembler the arrays are `DeviceArray`s: they lie on the device, other libraries take
+    them by DLPack or the CUDA array interface, and `numpy()` copies one to the host.
+
     Attributes
     ----------
     layout : {"packed", "left", "right"}
-    token_ids : int32 array of shape (total,), or (n, longest)
+    token_ids : int32 or int64 array of shape (total,), or (n, longest)
     cu_seqlens : int32 array of shape (n + 1,)
         Where each window begins and ends in a packed batch.
-    positions : int32 array of shape (total,)
+    positions : array of shape (total,) and the type of `token_ids`
         Places in each window, from 0; packed.
-    attention_mask : int32 array of shape (n, longest)
+    attention_mask : array of shape (n, longest) and the type of `token_ids`
         1 for tokens, 0 for padding, from lengths; padded layouts.
-    position_ids : int32 array of shape (n, longest)
+    position_ids : array of shape (n, longest) and the type of `token_ids`
         Places in each window, 0 in the padding; padded layouts.
     """
 
+    token_ids: Any
+    cu_seqlens: Any
+    positions: Any
+    attention_mask: Any
+    position_ids: Any
+
     def __init__(
-        self, windows: Sequence[ContextWindow | KalosError], layout: str, pad_id: int | None
+        self,
+        windows: Sequence[ContextWindow | KalosError],
+        layout: str,
+        pad_id: int | None,
+        dtype: str,
+        pool: WindowPool,
     ) -> None:
         self._windows = tuple(windows)
         self.layout = layout
-        rows = [
-            np.empty(0, np.int32) if isinstance(window, KalosError) else window.token_ids
-            for window in windows
-        ]
-        lengths = np.array([len(row) for row in rows], np.int64)
-        if layout == "packed":
-            self._pack(rows, lengths)
+        if pool.device is not None:
+            arrays = _arranged(pool, pool.device, self._windows, layout, pad_id or 0, dtype=dtype)
+        elif layout == "packed":
+            arrays = _packed(*_rows(self._windows), np.dtype(dtype))
         else:
-            self._pad(rows, lengths, pad_id or 0)
+            arrays = _padded(*_rows(self._windows), np.dtype(dtype), layout == "left", pad_id or 0)
+        for name, array in arrays.items():
+            setattr(self, name, array)
         self.released = False
-
-    def _pack(self, rows: list[NDArray[np.int32]], lengths: NDArray[np.int64]) -> None:
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        if ends[-1] > np.iinfo(np.int32).max:
-            raise InvalidArgument(
-                f"requests must have at most {np.iinfo(np.int32).max} tokens together "
-                f"(got {ends[-1]})"
-            )
-        self.cu_seqlens = ends.astype(np.int32)
-        self.token_ids = np.concatenate([np.empty(0, np.int32), *rows])
-        places = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
-        self.positions = places.astype(np.int32)
-
-    def _pad(self, rows: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad_id: int) -> None:
-        longest = int(lengths.max(initial=0))
-        columns = np.arange(longest)
-        first = (longest - lengths if self.layout == "left" else np.zeros_like(lengths))[:, None]
-        holds = (columns >= first) & (columns < first + lengths[:, None])
-        self.token_ids = np.full((len(rows), longest), pad_id, np.int32)
-        self.token_ids[holds] = np.concatenate([np.empty(0, np.int32), *rows])
-        self.attention_mask = holds.astype(np.int32)
-        self.position_ids = np.where(holds, columns - first, 0).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -100,8 +94,9 @@ class ContextBatch:
         return self.token_ids.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Say where the tokens are: (1, 0), the CPU."""
-        return self.token_ids.__dlpack_device__()
+        """Say where the tokens are: (1, 0), the CPU, or (2, N), CUDA device N."""
+        place: tuple[int, int] = self.token_ids.__dlpack_device__()
+        return place
 
     def release(self) -> None:
         """Free all windows. Idempotent; the batch's arrays stay valid."""
@@ -120,12 +115,85 @@ class ContextBatch:
         return f"<ContextBatch of {len(self)} windows, {self.layout}>"
 
 
+def _rows(
+    windows: Sequence[ContextWindow | KalosError],
+) -> tuple[list[NDArray[np.int32]], NDArray[np.int64]]:
+    """Token IDs of each row, an error's without any, and their lengths."""
+    empty = np.empty(0, np.int32)
+    rows = [empty if isinstance(window, KalosError) else window.token_ids for window in windows]
+    return [empty, *rows], np.array([len(row) for row in rows], np.int64)
+
+
+def _packed(
+    rows: list[NDArray[np.int32]], lengths: NDArray[np.int64], dtype: np.dtype[Any]
+) -> dict[str, NDArray[Any]]:
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    if ends[-1] > np.iinfo(np.int32).max:
+        raise InvalidArgument(
+            f"requests must have at most {np.iinfo(np.int32).max} tokens together (got {ends[-1]})"
+        )
+    places = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    return {
+        "token_ids": np.concatenate(rows).astype(dtype, copy=False),
+        "cu_seqlens": ends.astype(np.int32),
+        "positions": places.astype(dtype),
+    }
+
+
+def _padded(
+    rows: list[NDArray[np.int32]],
+    lengths: NDArray[np.int64],
+    dtype: np.dtype[Any],
+    left: bool,
+    pad_id: int,
+) -> dict[str, NDArray[Any]]:
+    longest = int(lengths.max(initial=0))
+    columns = np.arange(longest)
+    first = (longest - lengths if left else np.zeros_like(lengths))[:, None]
+    holds = (columns >= first) & (columns < first + lengths[:, None])
+    token_ids = np.full((len(lengths), longest), pad_id, dtype)
+    token_ids[holds] = np.concatenate(rows)
+    return {
+        "token_ids": token_ids,
+        "attention_mask": holds.astype(dtype),
+        "position_ids": np.where(holds, columns - first, 0).astype(dtype),
+    }
+
+
+def _arranged(
+    pool: WindowPool,
+    device: Device,
+    windows: Sequence[ContextWindow | KalosError],
+    layout: str,
+    pad_id: int,
+    *,
+    dtype: str,
+) -> dict[str, Any]:
+    """Lay windows out on the device where they are."""
+    if pool.arranger is None:
+        from kalos_ctx._arranger import Arranger
+
+        pool.arranger = Arranger(device)
+    rows: list[Window | None] = [
+        None if isinstance(window, KalosError) else window for window in windows
+    ]
+    arrays: dict[str, Any] = pool.arranger.arrange(rows, layout, pad_id, dtype == "int64")
+    return arrays
+
+
 def build_batch(
-    assembler: ContextAssembler, requests: Any, *, layout: Any, pad_id: Any, on_error: Any
+    assembler: ContextAssembler,
+    requests: Any,
+    *,
+    layout: Any,
+    pad_id: Any,
+    on_error: Any,
+    dtype: Any = "int32",
 ) -> ContextBatch:
     """Build a batch; `ContextAssembler.assemble_batch` describes it."""
     arguments.choice(layout, "layout", LAYOUTS)
     arguments.choice(on_error, "on_error", ("raise", "return"))
+    arguments.choice(dtype, "dtype", DTYPES)
     if pad_id is not None:
         arguments.whole(pad_id, "pad_id", 0, 2**31 - 1)
     elif layout != "packed":
@@ -146,7 +214,7 @@ def build_batch(
                 if on_error == "raise":
                     raise
                 windows.append(error)
-        return ContextBatch(windows, layout, pad_id)
+        return ContextBatch(windows, layout, pad_id, dtype, assembler.pool)
     except BaseException:
         for window in windows:
             if not isinstance(window, KalosError):

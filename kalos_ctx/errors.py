@@ -161,6 +161,10 @@ class DeviceUnavailable(KalosError):
     """The device asked for does not work here."""
 
 
+class DeviceError(KalosError):
+    """The driver refused a call on a device that works; its name for the error is in the message."""
+
+
 class SidecarUnavailable(KalosError):
     """No sidecar answers at the socket."""
 

@@ -84,12 +84,14 @@ class Report:
         Leading tokens that are those of this assembler's window of the session before, and of the
         assistant turns appended since.
     path : str
-        How the tokens came here: ``cpu_mapped``, copied from the store's mapped files.
+        How the tokens came here. ``cpu_mapped``: copied from the store's mapped files on the CPU.
+        On a device ``staged``: gathered by the CPU and copied over; ``zero_copy``: by the GPU, out
+        of the page cache; ``mixed``: the same, with some runs through pinned memory. Behind a ``+``
+        how recall ran, where not on the window's device: ``cpu_recall``.
     degraded : str or None
         Why the window is less than was asked for.
     """
 
-    path = "cpu_mapped"
     degraded: str | None = None
 
     def __init__(self, window: ContextWindow) -> None:
@@ -98,6 +100,7 @@ class Report:
         self._window = weakref.ref(window)
         self.hits: Hits = NO_HITS if self._parts.hits is None else self._parts.hits
         self.reused_tokens: int = self._parts.reused_tokens
+        self.path: str = self._parts.path
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from helpers import emulated_cuda
 from helpers.clock import ManualClock
 from helpers.gpu import NoGpuError, require_gpu
 
@@ -22,16 +23,23 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_addoption(parser):
     parser.addoption(
         "--device",
-        action="append",
-        metavar="NAME",
-        help="run tests that take the `backend` fixture on this device; may be repeated (cpu)",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help='where device="auto" builds windows in all tests; "cuda" takes the emulated GPU of '
+        "helpers/emulated_cuda.py where there is none",
     )
 
 
-def pytest_generate_tests(metafunc):
-    if "backend" in metafunc.fixturenames:
-        devices = list(dict.fromkeys(metafunc.config.getoption("--device") or ["cpu"]))
-        metafunc.parametrize("backend", devices, scope="session")
+def pytest_configure(config):
+    device = config.getoption("--device")
+    os.environ["KALOS_DEVICE"] = device
+    if device == "cuda":
+        try:
+            require_gpu()
+        except NoGpuError:
+            folder = emulated_cuda.cache_folder()
+            emulated_cuda.install(folder)
+            os.environ.update(emulated_cuda.environment(folder))
 
 
 def pytest_runtest_setup(item):

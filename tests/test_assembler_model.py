@@ -36,7 +36,7 @@ class Assembler(ContextAssembler):
         hits = Hits(np.array(self.found, np.uint64), np.zeros(n, np.float32), np.array([n]))
         frame = tuple(np.array(part, np.int32) for part in self.frame)
         places = [(state["slot_off"], number, False) for number in self.found]
-        return hits, places, ("all",) * n, frame, self.store._core.generation
+        return hits, places, ("all",) * n, frame, self.store._core.generation, None
 
 
 def passage_ids(number):

@@ -292,7 +292,7 @@ def test_b115_b117_windows_of_any_length_export(store, assembler):
     for budget, wanted in ((0, []), (3, [1, 2, 3])):
         with assembler.assemble("s", max_tokens=budget) as window:
             assert window.device == "cpu"
-            assert np.from_dlpack(window).tolist() == window.tolist() == wanted
+            assert np.from_dlpack(window, device="cpu").tolist() == window.tolist() == wanted
             assert window.token_ids.dtype == np.int32
     with pytest.raises(WindowReleased):
         len(window)
@@ -373,9 +373,8 @@ def test_wrong_arguments_are_refused(store, assembler, options):
 
 def test_devices(store):
     assert ContextAssembler(store, device="cpu").device == "cpu"
-    for device in ("cuda", "cuda:0", "cuda:17"):
-        with pytest.raises(DeviceUnavailable):
-            ContextAssembler(store, device=device)
+    with pytest.raises(DeviceUnavailable):
+        ContextAssembler(store, device="cuda:17")
     for device in ("gpu", "cuda:", "cuda:x", "", None, 0):
         with pytest.raises(InvalidArgument):
             ContextAssembler(store, device=device)

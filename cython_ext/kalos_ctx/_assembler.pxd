@@ -3,6 +3,8 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kalos_ctx._context_window cimport ContextWindow
+from kalos_ctx._driver cimport kalos_cu_handle
+from kalos_ctx._gathering cimport Gatherer
 from kalos_ctx._index cimport EntryTable
 from kalos_ctx._session_table cimport SessionRef, SessionTable
 from kalos_ctx._session_view cimport history
@@ -13,6 +15,7 @@ from kalos_ctx._windows cimport WindowPool
 cdef class AssemblerCore(SessionTable):
     cdef readonly object store
     cdef readonly WindowPool pool
+    cdef readonly Gatherer gatherer
     cdef object prompt
     cdef const int32_t* prompt_ids
     cdef uint32_t prompt_length
@@ -42,7 +45,8 @@ cdef class AssemblerCore(SessionTable):
                        uint64_t fixed)
     cdef tuple read_passage(self, object place)
     cdef ContextWindow build_once(self, bytes tenant, bytes session, int64_t max_tokens,
-                                  int64_t reserve, Rules rules, int64_t as_of, tuple recall)
+                                  int64_t reserve, Rules rules, int64_t as_of, tuple recall,
+                                  kalos_cu_handle stream)
     cdef int explain(self, WindowParts parts, EntryTable* table) except -1
     cdef object run(self, bint only_plan, session, tenant, max_tokens, reserve, tuple recall, as_of,
                     policy, stream, out)

@@ -14,6 +14,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from kalos_ctx._context_window cimport ContextWindow, fill_out, out_tokens
+from kalos_ctx._driver cimport kalos_cu_handle
+from kalos_ctx._gathering cimport Gatherer
 from kalos_ctx._index cimport EntryTable, table_clear, table_entry
 from kalos_ctx._layout cimport (
     KALOS_ENTRY_DEAD, KALOS_IMAGE_COMPLEX, KALOS_IMAGE_DEAD, KALOS_IMAGE_LASTING, KALOS_IMAGE_TTL,
@@ -47,17 +49,21 @@ cdef int TRIES = 64                             # of a call whose session keeps 
 
 
 cdef class AssemblerCore(SessionTable):
-    """Windows of one store on the CPU. `ContextAssembler` is the public face.
+    """Windows of one store. `ContextAssembler` is the public face.
 
     Its hooks are methods that the subclass gives: `checked_name`, `checked_tokens`, `make_rules`,
-    `make_head`, `date_key`, `read_summaries`, `recall_hits`, `recall_texts`.
+    `make_head`, `date_key`, `read_summaries`, `recall_hits`, `stream_handle`.
     """
 
-    def start(self, store, StoreReader reader not None, clock, slots, timeout, prompt, starts):
+    def start(self, store, StoreReader reader not None, clock, WindowPool pool not None,
+              Gatherer gatherer not None, prompt, starts):
         """Bind to a store; called once.
 
         Parameters
         ----------
+        pool : WindowPool
+        gatherer : Gatherer
+            Of the pool's device.
         prompt : int32 array
             The generation prompt.
         starts : uint8 array by token ID, or None
@@ -65,7 +71,7 @@ cdef class AssemblerCore(SessionTable):
         """
         cdef const int32_t[::1] ids = prompt
         self.store, self.reader, self.clock = store, reader, clock
-        self.pool = WindowPool(slots, timeout)
+        self.pool, self.gatherer = pool, gatherer
         self.prompt, self.starts = prompt, starts
         self.prompt_length = <uint32_t>ids.shape[0]
         self.prompt_ids = &ids[0] if ids.shape[0] else NULL
@@ -325,7 +331,7 @@ cdef class AssemblerCore(SessionTable):
         cdef const int32_t[::1] framing
         cdef uint32_t i
         _, ask = recall
-        parts.hits, places, sources, frame, generation = self.recall_hits(ask)
+        parts.hits, places, sources, frame, generation, parts.recall_path = self.recall_hits(ask)
         if generation != self.reader.generation or self.reader.index is not parts.index:
             raise Moved()
         if not places:
@@ -430,7 +436,8 @@ cdef class AssemblerCore(SessionTable):
         return parts
 
     cdef ContextWindow build_once(self, bytes tenant, bytes session, int64_t max_tokens,
-                                  int64_t reserve, Rules rules, int64_t as_of, tuple recall):
+                                  int64_t reserve, Rules rules, int64_t as_of, tuple recall,
+                                  kalos_cu_handle stream):
         cdef WindowParts parts = self.make_parts(
             tenant, session, max_tokens, reserve, rules, as_of, recall, False)
         cdef SessionRef ref = <SessionRef>parts.ref
@@ -438,13 +445,15 @@ cdef class AssemblerCore(SessionTable):
         window.c_attach(self.pool, parts.spans.tokens, ref.tenant_key, self.pool.timeout)
         parts.clocks[4] = now_ns()
         try:
-            parts.gather(&parts.spans, window.c_data())
+            self.gatherer.fill(parts, window, stream)
         except StoreCorrupt:
             if not parts.is_current(self.reader.index):
                 raise Moved() from None
             raise
         if not parts.is_current(self.reader.index):
             raise Moved()
+        if parts.recall_path is not None:
+            parts.path = f"{parts.path}+{parts.recall_path}"
         window.c_set_length(parts.spans.tokens)
         if ref.previous is not None:
             parts.compare(ref.previous, window.c_data())
@@ -475,13 +484,17 @@ cdef class AssemblerCore(SessionTable):
         cdef int64_t most = self.tokens_of(max_tokens, "max_tokens")
         cdef int64_t kept = self.tokens_of(reserve, "reserve"), past
         cdef ContextWindow window
+        cdef kalos_cu_handle on = NULL
         if kept < 0:
             raise InvalidType("reserve must be an int (got NoneType)")
         if 0 <= most < kept:
             raise InvalidArgument(f"reserve must be at most max_tokens ({most}) (got {kept})")
         past = self.tokens_of(as_of, "as_of")
         if stream is not None:
-            raise InvalidArgument("stream must be None for device 'cpu' (got a stream)")
+            if self.pool.device is None:
+                raise InvalidArgument("stream must be None for device 'cpu' (got a stream)")
+            on = <kalos_cu_handle><size_t>self.stream_handle(stream)
+            self.pool.c_fence(on)
         if out is not None:
             out_tokens(out)
         for _ in range(TRIES):
@@ -490,7 +503,7 @@ cdef class AssemblerCore(SessionTable):
                     return self.make_parts(
                         tenant_b, session_b, most, kept, rules, past, recall, True)
                 window = self.build_once(
-                    tenant_b, session_b, most, kept, rules, past, recall)
+                    tenant_b, session_b, most, kept, rules, past, recall, on)
                 if out is not None:
                     fill_out(window, out)
                 return window
@@ -532,8 +545,12 @@ cdef class AssemblerCore(SessionTable):
         as_of : int, optional
             As if only the turns before this seq existed.
         policy : Policy, optional
-        stream : None
-            The CPU has none.
+        stream : CUDA stream, optional
+            The caller's own, on the assembler's device: an address, or an object that has one
+            (`__cuda_stream__`, `cuda_stream`, `ptr` or `handle`). The call then only enqueues its
+            copies there, and what the caller enqueues behind them finds the window whole; with a
+            query it waits for recall. None for a window that is complete on return. The CPU has
+            no streams.
         out : writable int32 buffer, optional
             Filled with the window too; must be at least as long.
 

@@ -73,11 +73,6 @@ cdef class ContextWindow(Window):
         return shown(self.ref.tenant)
 
     @property
-    def device(self):
-        """Where the token IDs lie."""
-        return "cpu"
-
-    @property
     def report(self):
         """What stands in the window, what does not, and why."""
         if self._report is None:
@@ -116,6 +111,7 @@ cdef int fill_out(ContextWindow window, object out) except -1:
         length = window.num_tokens
         window.release()
         raise InvalidArgument(f"out must have room for the window's {length} tokens (got {n})")
+    window.settle_host()
     PyObject_GetBuffer(out, &view, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_ND)
     if window.num_tokens:
         memcpy(view.buf, window.c_data(), window.num_tokens * 4)

@@ -32,6 +32,7 @@ from kalos_ctx.errors import (
     DimensionMismatch, InvalidArgument, InvalidType, NonFiniteVector, StoreCorrupt, StoreIOError,
 )
 
+cdef object FLOAT32 = np.dtype(np.float32), UINT64 = np.dtype(np.uint64)
 cdef size_t SCOPES_KEPT = 1024  # merged scopes of several collections
 
 
@@ -50,13 +51,6 @@ cdef class Scope:
     expiries : dict of int to float
         A session's seqs with a time to live, and when they expire.
     """
-
-    cdef RowMap rows
-    cdef readonly tuple names
-    cdef readonly tuple parts
-    cdef readonly Runs runs
-    cdef readonly bint turns
-    cdef readonly dict expiries
 
     @property
     def slots(self):
@@ -102,18 +96,13 @@ cdef class StoreScan:
         Or the writer.
     """
 
-    cdef StoreReader reader
-    cdef RowFiles files
-    cdef object lock            # guards `files` and `merged`; not held during scans
-    cdef dict merged            # slots -> (parts, Runs)
-    cdef int metric
-
     def __init__(self, StoreReader reader not None):
         self.reader = reader
         self.files = RowFiles(reader)
         self.lock = threading.Lock()
         self.merged = {}
         self.metric = <int>reader.control.head.metric
+        self.together = KALOS_MAX_QUERIES
 
     def prepare(self, query):
         """Check queries and bring them into the form that scans take.
@@ -136,6 +125,9 @@ cdef class StoreScan:
         cdef int64_t status
         cdef const float[:, ::1] values
         cdef float[:, ::1] out
+        if type(query) is np.ndarray and query.dtype is FLOAT32 and query.ndim == 1 \
+                and query.flags.c_contiguous:
+            return self.prepare_one(query)
         if not isinstance(query, np.ndarray):
             try:
                 query = np.asarray(query)
@@ -163,6 +155,68 @@ cdef class StoreScan:
                 where = f"index {status}" if ndim == 1 else f"row {i}, column {status}"
                 raise NonFiniteVector(f"query must be finite ({where} is not)")
         return prepared, zero
+
+    cdef tuple prepare_one(self, object query):
+        """As `prepare`, for a query that needs no conversion."""
+        cdef const float[::1] values = query
+        cdef float[:, ::1] out
+        cdef uint64_t dim = values.shape[0]
+        cdef int64_t status
+        self.reader.enter()
+        known = self.reader.control.state.vector_dim
+        if dim == 0 or (known and dim != known):
+            raise DimensionMismatch(
+                f"query must have {known or 'at least 1'} dimensions (got {dim})")
+        prepared = np.empty((1, KALOS_PADDED_DIM(dim)), FLOAT32)
+        out = prepared
+        status = c_prepare_query(&values[0], dim, self.metric, &out[0, 0])
+        if status >= 0:
+            raise NonFiniteVector(f"query must be finite (index {status} is not)")
+        return prepared, [0] if status == KALOS_QUERY_ZERO else []
+
+    def passages(self, bytes tenant not None, tuple names not None, query, uint32_t k,
+                 float min_score):
+        """The best passages of some collections for one query; the short way of a recall.
+
+        Returns
+        -------
+        ids : uint64 array of shape (H,)
+        scores : float32 array of shape (H,)
+        places : list of (slot offset, seq, False)
+        owners : list of int
+            Which of `scope.names` each hit is of.
+        scope : Scope
+        zero : list of int
+            As `prepare`.
+        generation : int
+
+        Raises
+        ------
+        As `prepare` and `collections`.
+        """
+        cdef Scope scope
+        cdef list found, hits
+        cdef uint64_t[::1] ids
+        cdef float[::1] scores
+        cdef Py_ssize_t i, n
+        prepared, zero = self.prepare(query)
+        while True:
+            generation = self.reader.generation
+            scope = self.settled(KALOS_SLOT_COLLECTION, tenant, names)
+            found = self.best(scope, scope.runs, prepared, zero, k, min_score)
+            if found is not None and generation == self.reader.generation:
+                break
+        hits = found[0]
+        n = len(hits)
+        all_ids, all_scores = np.empty(n, UINT64), np.empty(n, FLOAT32)
+        ids, scores = all_ids, all_scores
+        places, owners = [], []
+        for i in range(n):
+            score, entry_id, slot, seq, owner = hits[i]
+            scores[i], ids[i] = score, entry_id
+            places.append((slot, seq, False))
+            owners.append(owner)
+        return all_ids, all_scores, places, owners, scope, zero, generation
 
     def collections(self, bytes tenant not None, tuple names not None):
         """The scope of a tenant's collections; those that do not exist have no rows.
@@ -221,11 +275,11 @@ cdef class StoreScan:
                 parts.append(rows.runs)
                 scope.expiries = rows.expiries
         scope.names, scope.parts = tuple(found), tuple(parts)
-        scope.runs = self.together(index, scope.parts)
+        scope.runs = self.together_runs(index, scope.parts)
         scope.rows = self.files.at_least(index, 0)
         return scope
 
-    cdef Runs together(self, Index index, tuple parts):
+    cdef Runs together_runs(self, Index index, tuple parts):
         """One Runs for all parts, remembered while they stay as they are."""
         if len(parts) == 1:
             runs = parts[0]
@@ -280,12 +334,12 @@ cdef class StoreScan:
             out = [[] for _ in range(prepared.shape[0])]
             if runs.num_rows and k:
                 for at in range(0, prepared.shape[0] if live is None else len(live),
-                                KALOS_MAX_QUERIES):
+                                self.together):
                     if live is None:
-                        some = prepared[at : at + KALOS_MAX_QUERIES]
+                        some = prepared[at : at + self.together]
                         places = range(at, at + some.shape[0])
                     else:
-                        places = live[at : at + KALOS_MAX_QUERIES]
+                        places = live[at : at + self.together]
                         some = prepared[places]
                     for place, hits in zip(places, self.scan(
                             scope, runs, some, k, min_score, gone)):

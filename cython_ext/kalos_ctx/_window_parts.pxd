@@ -87,6 +87,8 @@ cdef class WindowParts:
     cdef readonly bint reused_all  # the match ended where the window before and the reply did
     cdef readonly bint compared    # there was a window before
     cdef int64_t clocks[STAGES]
+    cdef public str path           # how the tokens came into the window
+    cdef public str recall_path    # how recall ran where it was another way than the backend's own
     cdef kalos_span* push(self, uint64_t length, uint8_t kind) except NULL
     cdef int push_memory(self, Memory which, uint64_t length, uint8_t kind,
                          uint8_t flags) except -1

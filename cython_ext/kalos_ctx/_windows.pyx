@@ -1,48 +1,39 @@
-"""Windows on the host: leased from a pool, read by numpy and DLPack, given back once.
+"""Windows: leased from a pool, read by numpy and DLPack, given back once.
 
 `_window_buffer.h` says who holds which memory. The two rules that callers rely on: a window's
-memory is never written again while an array made from it lives, and a slot comes back at
-`release()` or when the window object dies, whichever is first, whatever exports still live.
+memory is never written again while an array made from it lives, or work that was given to a device
+may read it; and a slot comes back at `release()` or when the window object dies, whichever is
+first, whatever exports still live.
 """
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.pycapsule cimport PyCapsule_GetName, PyCapsule_GetPointer, PyCapsule_New
-from libc.errno cimport ENOMEM
+from libc.errno cimport ETIMEDOUT
 from libc.stdint cimport int32_t, uint32_t, uint64_t
-from libc.string cimport memcpy, strcmp
+from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from kalos_ctx._device cimport (
+    KALOS_CU_STREAM_LEGACY, Device, kalos_gpu, kalos_gpu_enter, kalos_gpu_leave,
+    kalos_gpu_to_device,
+)
+from kalos_ctx._driver cimport cu_check, kalos_cu_handle, kalos_cu_ptr, kalos_cu_result
+from kalos_ctx._exports cimport (
+    KALOS_DL_CPU, KALOS_DL_CUDA, check_status, export_dlpack, export_interface, kalos_dl_view,
+)
+from kalos_ctx._window_buffer cimport (
+    KALOS_WINDOW_MAX_TOKENS, KALOS_WINDOW_SPARES, kalos_buffer, kalos_buffer_done,
+    kalos_buffer_lend, kalos_buffer_mark, kalos_buffer_order, kalos_buffer_pending,
+    kalos_buffer_ref, kalos_buffer_settle, kalos_buffer_settle_host, kalos_buffer_unref,
+    kalos_lease, kalos_lease_begin, kalos_lease_end, kalos_pool_close, kalos_pool_fence,
+    kalos_pool_new, kalos_pool_num_free,
+)
 
 import numpy as np
 
 from kalos_ctx.errors import InvalidArgument, InvalidType, PoolExhausted, WindowReleased
 
-
-cdef extern from "_window_buffer.h" nogil:
-    kalos_pool *kalos_pool_new(uint32_t num_slots)
-    void kalos_pool_unref(kalos_pool *pool)
-    uint32_t kalos_pool_num_free(kalos_pool *pool)
-    int kalos_lease_begin(
-        kalos_lease *lease, kalos_pool *pool, uint64_t num_tokens, uint64_t tenant,
-        const timespec *deadline)
-    void kalos_lease_end(kalos_lease *lease)
-    kalos_buffer *kalos_buffer_new(uint64_t num_tokens)
-    void kalos_buffer_ref(kalos_buffer *buffer)
-    void kalos_buffer_unref(kalos_buffer *buffer)
-
-
-cdef extern from "_dlpack.h" nogil:
-    enum:
-        KALOS_DL_CPU
-        KALOS_DL_READ_ONLY
-        KALOS_DL_COPIED
-    void *kalos_dl_new(kalos_buffer *buffer, uint64_t num_tokens, int versioned, uint64_t flags)
-    void kalos_dl_free(void *self)
-
-
-cdef const char *LEGACY = b"dltensor"
-cdef const char *VERSIONED = b"dltensor_versioned"
-cdef const char *FORMAT = b"i"
+cdef const char* FORMAT = b"i"
 # Waits are cut into slices so that a signal handler (Ctrl-C) runs in time.
 cdef double SIGNAL_SLICE_S = 0.05
 cdef uint64_t MAX_SLOTS = 1 << 20
@@ -85,13 +76,6 @@ cdef uint64_t _whole(str argument, object value, uint64_t least, uint64_t most) 
     return value
 
 
-cdef void _capsule_end(object capsule) noexcept:
-    """A capsule that nobody took (whoever takes it renames it) frees its export."""
-    cdef const char *name = PyCapsule_GetName(capsule)
-    if name != NULL and (strcmp(name, LEGACY) == 0 or strcmp(name, VERSIONED) == 0):
-        kalos_dl_free(PyCapsule_GetPointer(capsule, name))
-
-
 cdef class WindowPool:
     """A fixed number of window slots; memory comes with use and stays warm.
 
@@ -101,6 +85,8 @@ cdef class WindowPool:
         Windows that may be alive at a time, 1 to 1,048,576.
     timeout : float
         Seconds that `acquire` waits for a slot unless told otherwise.
+    device : Device, optional
+        Where windows lie, each with the same tokens in pinned host memory; None: on the host.
 
     Raises
     ------
@@ -111,16 +97,24 @@ cdef class WindowPool:
     Thread-safe. Waiting releases the GIL.
     """
 
-    def __cinit__(self, slots=64, timeout=1.0):
+    def __cinit__(self, slots=64, timeout=1.0, device=None):
+        cdef kalos_gpu* gpu = NULL
+        cdef uint32_t spares
         self.h_pool = NULL
         self.slots = <uint32_t> _whole("slots", slots, 1, MAX_SLOTS)
         self.timeout = _seconds("timeout", timeout)
-        self.h_pool = kalos_pool_new(self.slots)
+        if device is not None:
+            if not isinstance(device, Device):
+                raise InvalidType(f"device must be a Device (got {type(device).__name__})")
+            self.device = device
+            gpu = self.device.h_gpu
+        spares = 0 if gpu == NULL else KALOS_WINDOW_SPARES
+        self.h_pool = kalos_pool_new(self.slots, gpu, False, self.slots + spares, spares)
         if self.h_pool == NULL:
             raise MemoryError()
 
     def __dealloc__(self):
-        kalos_pool_unref(self.h_pool)
+        kalos_pool_close(self.h_pool)
 
     @property
     def free(self):
@@ -132,23 +126,32 @@ cdef class WindowPool:
     ) except -1:
         cdef timespec deadline
         cdef double left = timeout_s, slice_s
-        # The lock is held for moments, never by one who waits for the GIL: try without letting go.
-        cdef int status = kalos_lease_begin(lease, self.h_pool, num_tokens, tenant_key, NULL)
-        while status != 0 and status != ENOMEM and left > 0:
+        cdef int status
+        if self.device is None:
+            # The lock is held for moments, never by one who waits for the GIL: try without
+            # letting go.
+            status = kalos_lease_begin(lease, self.h_pool, num_tokens, tenant_key, NULL)
+        else:
+            self.device.check()
+            with nogil:
+                status = kalos_lease_begin(lease, self.h_pool, num_tokens, tenant_key, NULL)
+        while status == ETIMEDOUT and left > 0:
             slice_s = min(left, SIGNAL_SLICE_S)
             deadline = _after(slice_s)
             with nogil:
                 status = kalos_lease_begin(lease, self.h_pool, num_tokens, tenant_key, &deadline)
             left -= slice_s
-            if status != 0:
+            if status == ETIMEDOUT:
                 PyErr_CheckSignals()
-        if status == 0:
-            return 0
-        if status == ENOMEM:
-            raise MemoryError(f"no memory for a window of {num_tokens} tokens")
-        raise PoolExhausted(
-            f"all {self.slots} window slots stayed in use for {timeout_s} s: release windows, or "
-            f"give the pool more slots")
+        if status == ETIMEDOUT:
+            raise PoolExhausted(
+                f"all {self.slots} window slots stayed in use for {timeout_s} s: release windows, "
+                f"or give the pool more slots")
+        return check_status(status, f"make a window of {num_tokens} tokens")
+
+    cdef void c_fence(self, kalos_cu_handle stream) noexcept:
+        if self.device is not None:
+            kalos_pool_fence(self.h_pool, stream)
 
     def acquire(self, num_tokens, *, tenant=b"", timeout=None):
         """Lease a window of zeros or of what this tenant left, to be filled by `write`.
@@ -181,6 +184,37 @@ cdef class WindowPool:
         return window
 
 
+cdef int _settle(kalos_buffer* buffer, bint host) except -1:
+    """Wait until nothing uses the memory, or the pinned memory alone."""
+    cdef kalos_cu_result code
+    if not kalos_buffer_pending(buffer):
+        return 0
+    kalos_buffer_ref(buffer)  # another thread may release the window meanwhile
+    with nogil:
+        code = kalos_buffer_settle_host(buffer) if host else kalos_buffer_settle(buffer)
+        kalos_buffer_unref(buffer)
+    return cu_check(code, "finish a window")
+
+
+cdef kalos_cu_result _send(kalos_buffer* buffer, uint64_t off, uint64_t count) noexcept:
+    """Copy tokens of the pinned memory to the device, and wait for it."""
+    cdef kalos_gpu* gpu = buffer.gpu
+    cdef kalos_cu_result code = kalos_gpu_enter(gpu)
+    if code:
+        return code
+    code = kalos_buffer_order(buffer, gpu.stream)
+    if code == 0:
+        code = kalos_gpu_to_device(
+            gpu, buffer.device_data + off * 4, buffer.data + off, count * 4, gpu.stream)
+    if code == 0:
+        with nogil:
+            code = gpu.driver.stream_synchronize(gpu.stream)
+    kalos_gpu_leave(gpu)
+    if code == 0:
+        kalos_buffer_done(buffer)
+    return code
+
+
 cdef class _View:
     """The buffer that a numpy view stands on: one reference to the memory, read-only."""
 
@@ -211,16 +245,19 @@ cdef class _View:
 
 
 cdef class Window:
-    """Token IDs of one window in host memory: int32 of shape (L,), 64-byte aligned.
+    """Token IDs of one window: int32 of shape (L,), 64-byte aligned, on the host or a device.
 
     Made by `WindowPool.acquire`. Owns its slot until `release()`, the end of a `with` block, or its
     own end: a window that is dropped without a release gives its slot back silently, since the
     collector decides when that happens. Arrays made from it (`token_ids`, DLPack) keep their memory
-    alive, also after the release.
+    alive, also after the release. A window on a device holds the same tokens in pinned host memory,
+    which `token_ids`, `tolist` and numpy read without a copy from the device.
 
     Notes
     -----
-    After the release everything but `release()`, `released` and `repr()` raises `WindowReleased`.
+    After the release everything but `release()`, `released`, `device` and `repr()` raises
+    `WindowReleased`. What copies asynchronously from the host memory of a device's window, on a
+    stream of its own, must be done before the array that it copies from is dropped.
     """
 
     def __cinit__(self):
@@ -228,12 +265,16 @@ cdef class Window:
         self.lease.buffer = NULL
         self.num_tokens = 0
         self._view = None
+        self.held = NULL
+        self.work = NULL
+        self.ordinal = -1
 
     def __init__(self):
         raise TypeError("windows are made by WindowPool.acquire")
 
     def __dealloc__(self):
         self._view = None  # as in release(), so that the slot keeps its warm memory
+        kalos_buffer_unref(self.held)
         kalos_lease_end(&self.lease)
 
     cdef int c_attach(
@@ -241,10 +282,19 @@ cdef class Window:
     ) except -1:
         if self.lease.pool != NULL:
             raise InvalidArgument("the window has a slot already")
+        if pool.device is not None:
+            self.ordinal = pool.device.ordinal
+            self.work = pool.device.stream
         return pool.c_lease(&self.lease, capacity, tenant_key, timeout_s)
 
-    cdef int32_t *c_data(self) noexcept:
+    cdef int32_t* c_data(self) noexcept:
         return self.lease.buffer.data
+
+    cdef kalos_cu_ptr c_device_data(self) noexcept:
+        return self.lease.buffer.device_data
+
+    cdef kalos_cu_ptr c_mapped(self) noexcept:
+        return self.lease.buffer.mapped
 
     cdef void c_set_length(self, uint64_t num_tokens) noexcept:
         self.num_tokens = <Py_ssize_t> num_tokens
@@ -253,6 +303,25 @@ cdef class Window:
         if self.lease.buffer == NULL:
             raise WindowReleased("the window was released; use its arrays, or build it again")
         return 0
+
+    cdef kalos_cu_result c_order(self, kalos_cu_handle stream) noexcept nogil:
+        return kalos_buffer_order(self.lease.buffer, stream)
+
+    cdef kalos_cu_result c_mark(self, kalos_cu_handle stream) noexcept nogil:
+        self.work = stream
+        return kalos_buffer_mark(self.lease.buffer, stream)
+
+    cdef void c_done(self) noexcept nogil:
+        kalos_buffer_done(self.lease.buffer)
+
+    cdef void c_abandon(self) noexcept nogil:
+        kalos_buffer_lend(self.lease.buffer, NULL)
+
+    cdef int settle(self) except -1:
+        return _settle(self.lease.buffer, False)
+
+    cdef int settle_host(self) except -1:
+        return _settle(self.lease.buffer, True)
 
     def __len__(self):
         self.c_check()
@@ -275,6 +344,11 @@ cdef class Window:
         """Whether the slot was given back."""
         return self.lease.buffer == NULL
 
+    @property
+    def device(self):
+        """Where the token IDs lie: "cpu" or "cuda:N"."""
+        return "cpu" if self.ordinal < 0 else f"cuda:{self.ordinal}"
+
     cpdef release(self):
         """Give the slot back; arrays made from the window stay valid. Idempotent."""
         self._view = None  # our own cache must not look like an export
@@ -290,7 +364,7 @@ cdef class Window:
 
         Raises
         ------
-        WindowReleased, InvalidArgument, InvalidType
+        WindowReleased, InvalidArgument, InvalidType, DeviceError
         """
         self.c_check()
         if not isinstance(token_ids, np.ndarray) or token_ids.dtype != np.int32:
@@ -300,14 +374,17 @@ cdef class Window:
         if off + count > <uint64_t> self.num_tokens:
             raise InvalidArgument(
                 f"token_ids must end within the window ({off} + {count} > {self.num_tokens})")
+        self.settle_host()
         if count:
             memcpy(self.lease.buffer.data + off, &ids[0], count * sizeof(int32_t))
+            if self.ordinal >= 0:
+                cu_check(_send(self.lease.buffer, off, count), "fill a window")
 
-    @property
-    def token_ids(self):
-        """The IDs, int32 of shape (L,): a read-only view that keeps the memory alive."""
-        self.c_check()
+    cdef object ids(self):
+        """The IDs in host memory, complete; the view is made once."""
         cdef _View view
+        self.c_check()
+        self.settle_host()
         if self._view is None:
             view = _View.__new__(_View)
             kalos_buffer_ref(self.lease.buffer)
@@ -317,62 +394,82 @@ cdef class Window:
             self._view = np.asarray(view)
         return self._view
 
+    @property
+    def token_ids(self):
+        """The IDs, int32 of shape (L,): a read-only view that keeps the memory alive."""
+        ids = self.ids()
+        kalos_buffer_lend(self.lease.buffer, KALOS_CU_STREAM_LEGACY)
+        return ids
+
     def tolist(self):
         """Copy the IDs into a list of int."""
-        return self.token_ids.tolist()
+        return self.ids().tolist()
 
     def __array__(self, dtype=None, copy=None):
         if copy is None and dtype is None:
             return self.token_ids
         return np.array(self.token_ids, dtype=dtype, copy=copy)
 
-    def __dlpack_device__(self):
-        """Say where the memory is: (1, 0), the CPU."""
+    cdef int view_of(self, kalos_dl_view* view) except -1:
+        """What an export shows."""
         self.c_check()
-        return (KALOS_DL_CPU, 0)
+        view.ndim = 1
+        view.bits = 32
+        view.shape[0] = self.num_tokens
+        if self.ordinal < 0:
+            view.data = self.lease.buffer.data
+            view.device_type, view.device_id = KALOS_DL_CPU, 0
+        else:
+            view.data = <void*>self.lease.buffer.device_data
+            view.device_type, view.device_id = KALOS_DL_CUDA, self.ordinal
+        return 0
+
+    def __dlpack_device__(self):
+        """Say where the memory is: (1, 0), the CPU, or (2, N), CUDA device N."""
+        cdef kalos_dl_view view
+        self.view_of(&view)
+        return (view.device_type, view.device_id)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         """Export the IDs without a copy, as the array API's `__dlpack__` says.
 
         Parameters
         ----------
-        stream : None
-            The CPU has none.
+        stream : int, optional
+            Of the consumer, which waits for the window on it. On a CUDA device: None or 1, the
+            legacy default stream; 2, the per-thread one; -1, no wait; else a stream's address. The
+            CPU has none.
         max_version : tuple of (int, int), optional
             From (1, 0) on the capsule is a `dltensor_versioned` whose read-only flag is set; else a
             `dltensor`, which cannot say so: do not write through it while others hold the window.
         dl_device : tuple of (int, int), optional
-            Only the window's own device.
+            The window's own device, or (1, 0): host memory, once the window is complete.
         copy : bool, optional
             True gives memory of its own, writable.
 
         Raises
         ------
-        WindowReleased
+        WindowReleased, DeviceError, MemoryError
         BufferError
-            The device is another one, or there is a stream.
+            The device is another one, or the stream is none that the device has.
         """
-        self.c_check()
-        if stream is not None:
-            raise BufferError("stream must be None for a window in host memory")
-        if dl_device is not None and tuple(dl_device) != (KALOS_DL_CPU, 0):
-            raise BufferError(f"dl_device must be (1, 0), where the window is (got {dl_device})")
-        cdef int versioned = max_version is not None and tuple(max_version) >= (1, 0)
-        cdef uint64_t flags = KALOS_DL_READ_ONLY
-        cdef kalos_buffer *buffer = self.lease.buffer
-        if copy is not None and copy:
-            flags = KALOS_DL_COPIED
-            buffer = kalos_buffer_new(self.num_tokens)
-            if buffer == NULL:
-                raise MemoryError()
-            memcpy(buffer.data, self.lease.buffer.data, self.num_tokens * sizeof(int32_t))
-        else:
-            kalos_buffer_ref(buffer)
-        cdef void *exported = kalos_dl_new(buffer, self.num_tokens, versioned, flags)
-        if exported == NULL:
-            raise MemoryError()
-        try:
-            return PyCapsule_New(exported, VERSIONED if versioned else LEGACY, _capsule_end)
-        except BaseException:
-            kalos_dl_free(exported)
-            raise
+        cdef kalos_dl_view view
+        self.view_of(&view)
+        return export_dlpack(
+            self.lease.buffer, &view, self.lease.buffer.data, True, stream, max_version, dl_device,
+            copy)
+
+    @property
+    def __cuda_array_interface__(self):
+        """The IDs on the device, read-only, for Numba, CuPy and others; no attribute on the host.
+
+        The memory stays as it is as long as this object lives, also after the release.
+        """
+        cdef kalos_dl_view view
+        if self.ordinal < 0:
+            raise AttributeError("a window in host memory has no __cuda_array_interface__")
+        self.view_of(&view)
+        if self.held == NULL:
+            kalos_buffer_ref(self.lease.buffer)
+            self.held = self.lease.buffer
+        return export_interface(self.lease.buffer, &view, True, self.work)

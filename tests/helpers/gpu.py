@@ -23,6 +23,8 @@ def require_gpu(library: str = "libcuda.so.1") -> int:
         driver = ctypes.CDLL(library)
     except OSError as error:
         raise NoGpuError("no CUDA driver was found") from error
+    if hasattr(driver, "kalos_fake_count"):
+        raise NoGpuError("the CUDA driver is the stand-in of emulated_cuda.py")
     count = ctypes.c_int(0)
     for call in (lambda: driver.cuInit(0), lambda: driver.cuDeviceGetCount(ctypes.byref(count))):
         code = call()

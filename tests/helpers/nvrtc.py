@@ -1,66 +1,53 @@
-"""Compile CUDA sources with NVRTC from the ``nvidia-cuda-nvrtc`` wheel: no GPU, no driver."""
+"""Compile CUDA sources as the package does, and read what the compiler says of each kernel."""
 
-import ctypes
-import importlib.util
-from functools import cache
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from kalos_ctx import _nvrtc
+from kalos_ctx.errors import DeviceUnavailable
 
-class CompileError(Exception):
-    """NVRTC refused a source; the message is its log."""
+CompileError = DeviceUnavailable
 
-
-def wheel_files(pattern):
-    """Files of the installed ``nvidia`` wheels, which share one namespace package."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else list(spec.submodule_search_locations or [])
-    return sorted(path for root in roots for path in Path(root).rglob(pattern))
-
-
-@cache
-def nvrtc():
-    libraries = wheel_files("libnvrtc.so.*")
-    if not libraries:
-        raise FileNotFoundError(
-            "libnvrtc.so: pip install 'kalos-ctx[test]' brings nvidia-cuda-nvrtc"
-        )
-    return ctypes.CDLL(str(libraries[-1]))
+ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+REGISTERS = re.compile(r"Used (\d+) registers")
+# Lines of a verbose log that are no warning.
+FIGURES = re.compile(r"(ptxas\s+(info\s+:|\.)\s|\s*\d+ bytes stack frame)")
 
 
-def _log(library, program):
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, text)
-    return text.value.decode(errors="replace").strip()
+@dataclass
+class Usage:
+    """What one kernel takes: registers of a thread, bytes of its stack and of its spills."""
+
+    registers: int = 0
+    stack: int = 0
+    spilled: int = 0
 
 
 def compile_cubin(source, name, arch, include_dirs):
-    """Return (cubin bytes, log) of one source for ``sm_XX``.
+    """Return (cubin bytes, warnings) of one source for ``sm_XX``.
 
     Raises
     ------
     CompileError
         With NVRTC's log.
     """
-    library = nvrtc()
-    headers = {path.parent for path in wheel_files("cuda_fp16.h")}
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
-    options += [f"--include-path={folder}" for folder in [*include_dirs, *sorted(headers)]]
-    argv = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    program = ctypes.c_void_p()
-    status = library.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), name.encode(), 0, None, None
-    )
-    if status:
-        raise CompileError(f"nvrtcCreateProgram: {status}")
-    try:
-        if library.nvrtcCompileProgram(program, len(options), argv):
-            raise CompileError(_log(library, program))
-        size = ctypes.c_size_t()
-        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        code = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetCUBIN(program, code)
-        return code.raw, _log(library, program)
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+    cubin, log = _nvrtc.compile_cubin(source, name, arch, Path(*include_dirs[:1]))
+    return cubin, log
+
+
+def compile_measured(path, arch):
+    """Return (cubin bytes, warnings, Usage by kernel) of a ``.cu`` file."""
+    cubin, log = _nvrtc.compile_cubin(path.read_text(), path.name, arch, path.parent, verbose=True)
+    usage = {}
+    current = None
+    for line in log.splitlines():
+        if found := ENTRY.search(line):
+            current = usage[found[1]] = Usage()
+        elif found := MEMORY.search(line):
+            current.stack, current.spilled = int(found[1]), int(found[2]) + int(found[3])
+        elif found := REGISTERS.search(line):
+            current.registers = int(found[1])
+    warnings = [line for line in log.splitlines() if line.strip() and not FIGURES.match(line)]
+    return cubin, "\n".join(warnings), usage

@@ -1,0 +1,615 @@
+// kalos_recall_batch_*: the best rows for each of many queries, exactly, in one launch and, for a
+// group of queries, one pass over the rows. The score and the order of hits are DESIGN.md's.
+//   args.rows   rows of dim elements (float32 or float16), stride_nbytes apart    device
+//   args.hits   uint64 keys [num_queries][k], best first, zeros behind the last   host
+//   args.lost   uint32 [num_queries]: 1 where a row may be missing from the hits  host
+//   args.done   kalos_done                                                        host, written last
+// Grid: x blocks that share the rows, y groups of KALOS_BATCH_FEW or KALOS_BATCH_MANY queries.
+// Block: a multiple of 32 threads, at most KALOS_BATCH_MAX_WARPS warps. Shared memory, dynamic:
+// KALOS_BATCH_SHARED_NBYTES. Reference: _cpu_ops on the CPU, equal to the bit, unless args.lost says
+// that the query must be asked again by recall.cu. Bound: the rows at the device's bandwidth.
+//
+// The tensor cores look at every row first, in float16. A proof (below) tells how far the score that
+// they give is from the score as defined: each row gets a lower and an upper bound. A row whose upper
+// bound is below the k-th best lower bound is no hit. The few others are kept, and scored as DESIGN.md
+// says at the end (kalos_bounds.cuh proves it). A block has room for KALOS_BATCH_KEPT rows of a query at a time: where more than
+// these are nearly equal, the best bound of those without room is kept, and the query counts as lost
+// unless all its hits are better.
+//
+// Rows travel from memory to a ring in shared memory, whose bytes are read by the lane that asked for
+// them, in the order in which they are the tensor cores' fragments: columns may be permuted, if rows
+// and queries are alike. No lane waits for another warp, and the ring stays full across tiles.
+#include "kalos_bounds.cuh"
+#include "kalos_recall.cuh"
+
+// Scores as orderable words, as in the upper half of a key.
+__device__ __forceinline__ uint32_t ordered(float score) {
+  return (uint32_t)(key_floor(score) >> 32);
+}
+__device__ __forceinline__ float score_of(uint32_t word) {
+  return __uint_as_float(word ^ (word >> 31 ? 0x80000000u : 0xffffffffu));
+}
+#define KALOS_ORDERED_INFINITY 0xff800000u
+
+// ---- What a block holds --------------------------------------------------------------------------
+// A query's state in shared memory. A warp that holds the lock changes it; `bound` only ever rises,
+// and is raised without the lock, too.
+struct query_state {
+  uint64_t kept[KALOS_BATCH_KEPT];  // keys of upper bounds of rows that may be hits, in any order
+  uint32_t lower[KALOS_WARP];       // the best lower bounds, ordered words, the best first; 0: none
+  score_terms terms;
+  uint32_t bound;  // a hit's score, as an ordered word, is at least this
+  uint32_t count;  // of `kept`
+  uint32_t lost;   // best upper bound, as an ordered word, of rows that found no room; 0: none
+  uint32_t lock;
+};
+static_assert(sizeof(query_state) == KALOS_BATCH_QUERY_NBYTES, "query_state");
+
+struct tile_slot {
+  float lengths[KALOS_BATCH_TILE];
+  uint32_t row;    // the first
+  uint32_t alive;  // bit i: row + i may be a hit of some query
+  uint32_t reserved[2];
+};
+struct warp_ring {
+  uint4 stages[KALOS_BATCH_STAGES][KALOS_BATCH_STAGE_NBYTES / sizeof(uint4)];
+  tile_slot slots[KALOS_BATCH_STAGES + 1];  // of the tiles in flight and the one in work
+};
+static_assert(sizeof(warp_ring) == KALOS_BATCH_WARP_NBYTES, "warp_ring");
+
+// Rows [row, row + 32) as bits: which of them lie in [begin, end).
+__device__ __forceinline__ uint32_t bits_within(uint32_t row, uint32_t begin, uint32_t end) {
+  const uint64_t all = 0xffffffffull;
+  const uint32_t from = begin > row ? begin - row : 0, to = end > row ? end - row : 0;
+  if (from >= 32 || to == 0) return 0;
+  return (uint32_t)(all << from) & (uint32_t)(to >= 32 ? all : all >> (32 - to));
+}
+
+__device__ __forceinline__ uint32_t bits_of_scope(const kalos_recall_scope& scope, uint32_t row) {
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < scope.num_extents; ++i)
+    bits |= bits_within(row, scope.extents[i].begin, scope.extents[i].end);
+  if (bits && scope.allowed) bits &= ((const uint32_t*)scope.allowed)[row / 32];
+  return bits;
+}
+
+// ---- The tiles of a warp, in flight --------------------------------------------------------------
+// Asks for the pieces of the warp's tiles one after the other. Of 32 tiles at a time, one a lane, it
+// looks up which have a row that may be a hit, and passes over the others.
+template <bool HALF>
+struct tile_stream {
+  static constexpr uint32_t STEP = HALF ? 32 : 16;  // columns of a stage
+  const kalos_recall_batch_args& args;
+  const char* from;     // this lane's next 16 bytes of row g = lane / 4 of the tile,
+  uint32_t further[3];  // and how far behind them are those of rows g + 8, g + 16 and g + 24
+  uint32_t window;      // number of the first of the 32 tiles; they are `stride` apart
+  uint32_t stride;
+  uint32_t alive;   // rows of this lane's tile that may be hits
+  uint32_t wanted;  // tiles that are still to come
+  uint32_t column;  // of the tile that is asked for
+  uint32_t asked;   // tiles that were begun
+
+  __device__ __forceinline__ tile_stream(const kalos_recall_batch_args& args_, uint32_t warp,
+                                         uint32_t warps)
+      : args(args_), stride(gridDim.x * warps), column(0), asked(0) {
+    window = args.begin / KALOS_BATCH_TILE + blockIdx.x + warp * gridDim.x;
+    look();
+  }
+
+  __device__ __forceinline__ static uint64_t row_of(uint32_t tile) {
+    return (uint64_t)tile * KALOS_BATCH_TILE;
+  }
+
+  __device__ __forceinline__ void look() {
+    const uint64_t row = row_of(window + threadIdx.x % KALOS_WARP * stride);
+    alive = 0;
+    if (row < args.end) {
+      const uint32_t first = (uint32_t)row;
+      const kalos_recall_scope* scopes = (const kalos_recall_scope*)args.scopes;
+      for (uint32_t i = 0; i < args.num_scopes; ++i) alive |= bits_of_scope(scopes[i], first);
+      alive &= bits_within(first, args.begin, args.end);
+      if (alive) alive &= ~((const uint32_t*)args.dead)[first / 32];
+    }
+    wanted = __ballot_sync(KALOS_ALL_LANES, alive != 0);
+  }
+
+  // Asks for the next piece, into a stage whose bytes were read.
+  __device__ __forceinline__ void ask(warp_ring& ring, uint32_t stage) {
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    if (column == 0) {
+      while (!wanted && row_of(window) < args.end) {
+        window += KALOS_WARP * stride;
+        look();
+      }
+      if (wanted) begin(ring.slots[asked++ % (KALOS_BATCH_STAGES + 1)], lane);
+    }
+    if (row_of(window) < args.end) {
+      uint4* to = &ring.stages[stage][lane];
+      kalos_copy_16(to, from);
+#pragma unroll
+      for (uint32_t i = 0; i < 3; ++i)
+        kalos_copy_16(to + (i + 1) * KALOS_WARP, from + further[i]);
+      from += STEP * (HALF ? 2 : 4);
+      column += STEP;
+      if (column == args.dim) column = 0;
+    }
+    kalos_copies_end();
+  }
+
+  __device__ __forceinline__ void begin(tile_slot& slot, uint32_t lane) {
+    const uint32_t tile = __ffs(wanted) - 1;
+    wanted &= wanted - 1;
+    const uint32_t bits = __shfl_sync(KALOS_ALL_LANES, alive, tile);
+    const uint32_t row = (uint32_t)row_of(window + tile * stride);
+    if (lane == 0) {
+      slot.row = row;
+      slot.alive = bits;
+    }
+    const uint32_t last = args.end - 1;
+    kalos_copy_4(&slot.lengths[lane],
+                 (const float*)args.lengths + (row + lane < last ? row + lane : last));
+    const uint32_t one = row + lane / 4 < last ? row + lane / 4 : last;
+    from = (const char*)args.rows + (uint64_t)one * args.stride_nbytes + lane % 4 * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < 3; ++i)
+      further[i] = ((i + 1) * 8 < last - one ? (i + 1) * 8 : last - one) * args.stride_nbytes;
+  }
+};
+
+// ---- Rows that may be hits -----------------------------------------------------------------------
+__device__ __forceinline__ void take_lock(uint32_t* lock) {
+  if (threadIdx.x % KALOS_WARP == 0)
+    while (atomicCAS(lock, 0u, 1u)) __nanosleep(32);
+  __threadfence_block();
+  __syncwarp();
+}
+
+__device__ __forceinline__ void give_lock(uint32_t* lock) {
+  __threadfence_block();
+  __syncwarp();
+  if (threadIdx.x % KALOS_WARP == 0) atomicExch(lock, 0u);
+}
+
+// Sorts the warp's words, one a lane, the largest first, from runs of `width` that are bitonic.
+__device__ __forceinline__ uint32_t sort_words(uint32_t word, uint32_t width, uint32_t step) {
+  const uint32_t lane = threadIdx.x % KALOS_WARP;
+#pragma unroll
+  for (; step; step /= 2) {
+    const uint32_t other = __shfl_xor_sync(KALOS_ALL_LANES, word, step);
+    const bool larger = ((lane & width) == 0) == ((lane & step) == 0);
+    word = larger ? max(word, other) : min(word, other);
+  }
+  return word;
+}
+
+// Enters the lanes' words into the warp's best 32, which are sorted, one a lane.
+__device__ __forceinline__ uint32_t enter_words(uint32_t list, uint32_t word, uint32_t kth) {
+  const uint32_t lane = threadIdx.x % KALOS_WARP;
+  uint32_t left = __ballot_sync(KALOS_ALL_LANES, word > kth);
+  if (__popc(left) > 4) {
+#pragma unroll
+    for (uint32_t width = 2; width <= KALOS_WARP; width *= 2)
+      word = sort_words(word, width % KALOS_WARP, width / 2);
+    word = __shfl_sync(KALOS_ALL_LANES, word, KALOS_WARP - 1 - lane);
+    return sort_words(max(list, word), 0, KALOS_WARP / 2);
+  }
+  for (; left; left &= left - 1) {
+    const uint32_t one = __shfl_sync(KALOS_ALL_LANES, word, __ffs(left) - 1);
+    const uint32_t above = __shfl_up_sync(KALOS_ALL_LANES, list, 1);
+    if (one > list) list = lane == 0 || above > one ? one : above;
+  }
+  return list;
+}
+
+// Drops what is kept and below the bound; returns how many are left. The warp that holds the lock.
+__device__ __forceinline__ uint32_t drop_useless(query_state& state, uint32_t count,
+                                                 uint32_t bound) {
+  const uint32_t lane = threadIdx.x % KALOS_WARP, before = (1u << lane) - 1;
+  uint64_t keys[KALOS_BATCH_KEPT / KALOS_WARP];
+#pragma unroll
+  for (uint32_t i = 0; i < KALOS_BATCH_KEPT / KALOS_WARP; ++i) {
+    const uint32_t at = i * KALOS_WARP + lane;
+    keys[i] = at < count ? state.kept[at] : 0;
+  }
+  __syncwarp();
+  uint32_t left = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < KALOS_BATCH_KEPT / KALOS_WARP; ++i) {
+    const bool useful = keys[i] && (uint32_t)(keys[i] >> 32) >= bound;
+    const uint32_t which = __ballot_sync(KALOS_ALL_LANES, useful);
+    if (useful) state.kept[left + __popc(which & before)] = keys[i];
+    left += __popc(which);
+  }
+  __syncwarp();
+  return left;
+}
+
+// Takes what a tile gives for one query: each lane one row with its bounds, 0 where it is of no use.
+__device__ __forceinline__ void keep(query_state& state, uint32_t* bound_of_all, uint32_t k,
+                                     uint32_t row, uint32_t upper, uint32_t lower) {
+  const uint32_t lane = threadIdx.x % KALOS_WARP;
+  take_lock(&state.lock);
+  uint32_t list = state.lower[lane], count = state.count;
+  const uint32_t kth = __shfl_sync(KALOS_ALL_LANES, list, k - 1);
+  list = enter_words(list, lower, kth);
+  state.lower[lane] = list;
+  const uint32_t risen = __shfl_sync(KALOS_ALL_LANES, list, k - 1);
+  uint32_t bound = *(volatile uint32_t*)&state.bound;
+  bound = __shfl_sync(KALOS_ALL_LANES, bound, 0);
+  if (risen > bound) {
+    bound = risen;
+    if (lane == 0) {
+      atomicMax(&state.bound, risen);
+      atomicMax(bound_of_all, risen);
+    }
+  }
+  const bool useful = upper && upper >= bound;
+  const uint32_t which = __ballot_sync(KALOS_ALL_LANES, useful), more = __popc(which);
+  if (count + more > KALOS_BATCH_KEPT) count = drop_useless(state, count, bound);
+  const uint32_t at = count + __popc(which & ((1u << lane) - 1));
+  const bool fits = at < KALOS_BATCH_KEPT;
+  if (useful && fits) state.kept[at] = (uint64_t)upper << 32 | (uint32_t)~row;
+  if (count + more > KALOS_BATCH_KEPT) {
+    if (useful && !fits) atomicMax(&state.lost, upper);
+    count = KALOS_BATCH_KEPT - more;
+  }
+  if (lane == 0) state.count = count + more;
+  give_lock(&state.lock);
+}
+
+// ---- The kernel ----------------------------------------------------------------------------------
+// PAIRS * 16 queries at most: a pair of tiles of 8 queries is one 16-byte load of their fragments.
+template <bool HALF, uint32_t PAIRS>
+struct recall_batch {
+  using type = row_type<HALF>;
+  using stream = tile_stream<HALF>;
+  static constexpr uint32_t QUERIES = 16 * PAIRS;
+  static constexpr uint32_t MULTIPLIES = HALF ? 2 : 1;  // of a stage, 16 columns each
+
+  const kalos_recall_batch_args& args;
+  uint32_t first;  // query of the group, of
+  uint32_t count;
+  uint32_t pairs;  // that are not empty
+  query_state* states;
+  uint4* fragments;  // [dim / 16][pairs][lane]
+
+  __device__ __forceinline__ recall_batch(const kalos_recall_batch_args& args_, void* shared)
+      : args(args_), first(blockIdx.y * QUERIES) {
+    count = args.num_queries - first < QUERIES ? args.num_queries - first : QUERIES;
+    pairs = (count + 15) / 16;
+    states = (query_state*)shared;
+    fragments = (uint4*)(states + pairs * 16);
+  }
+
+  __device__ __forceinline__ const float* query_at(uint32_t query) const {
+    return (const float*)args.queries + (uint64_t)(first + query) * args.dim;
+  }
+  // The bound of all blocks and what they lost, by query of the group.
+  __device__ __forceinline__ uint32_t* bounds_of_all() const {
+    return (uint32_t*)args.counters + KALOS_BATCH_COUNTERS + first;
+  }
+  __device__ __forceinline__ uint32_t* lost_of_all() const {
+    return bounds_of_all() + args.num_queries;
+  }
+
+  __device__ __forceinline__ const kalos_recall_scope& scope_of(uint32_t query) const {
+    return ((const kalos_recall_scope*)args.scopes)[args.num_scopes == 1 ? 0 : first + query];
+  }
+
+  // States of all queries, by warps.
+  __device__ __forceinline__ void begin_states(uint32_t warp, uint32_t warps) const {
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    for (uint32_t q = warp; q < pairs * 16; q += warps) {
+      query_state& state = states[q];
+      const float norm = q < count ? query_norm(query_at(q), args.dim) : 0.0f;
+      state.lower[lane] = 0;
+      if (lane != 0) continue;
+      state.terms = query_terms(args.metric, norm_within(norm));
+      state.bound = q < count ? ordered(scope_of(q).min_score) : KALOS_ORDERED_INFINITY;
+      state.count = state.lost = state.lock = 0;
+    }
+  }
+
+  // Queries in float16 as the tensor cores take them: of columns as the rows' loads lie.
+  __device__ __forceinline__ void begin_fragments() const {
+    const uint32_t all = args.dim / 16 * pairs * KALOS_WARP;
+    for (uint32_t i = threadIdx.x; i < all; i += blockDim.x) {
+      const uint32_t pair = i / KALOS_WARP % pairs, multiply = i / KALOS_WARP / pairs;
+      uint32_t words[4];
+#pragma unroll
+      for (uint32_t half = 0; half < 2; ++half) {
+        const uint32_t q = pair * 16 + half * 8 + i % KALOS_WARP / 4;
+        query_words<HALF>(q < count ? query_at(q) : nullptr, multiply, i % 4,
+                          states[q].terms.error, words + 2 * half);
+      }
+      fragments[i] = {words[0], words[1], words[2], words[3]};
+    }
+  }
+
+  // One stage: 32 rows, in four loads of this lane, times all queries.
+  __device__ __forceinline__ void multiply(const uint4* stage, uint32_t step, const uint32_t* scales,
+                                           float (&sums)[2][2 * PAIRS][4]) const {
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    uint32_t words[4][2 * MULTIPLIES];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i)
+      row_words<HALF>(stage[i * KALOS_WARP + lane], scales[i], words[i]);
+#pragma unroll
+    for (uint32_t m = 0; m < MULTIPLIES; ++m) {
+#pragma unroll
+      for (uint32_t pair = 0; pair < PAIRS; ++pair) {
+        if (PAIRS > 1 && pair >= pairs) break;
+        const uint4 two = fragments[((step * MULTIPLIES + m) * pairs + pair) * KALOS_WARP + lane];
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+          kalos_multiply_tiles(sums[i][2 * pair], words[2 * i][2 * m], words[2 * i + 1][2 * m],
+                               words[2 * i][2 * m + 1], words[2 * i + 1][2 * m + 1], two.x, two.y);
+          kalos_multiply_tiles(sums[i][2 * pair + 1], words[2 * i][2 * m],
+                               words[2 * i + 1][2 * m], words[2 * i][2 * m + 1],
+                               words[2 * i + 1][2 * m + 1], two.z, two.w);
+        }
+      }
+    }
+  }
+
+  // Queries of which a row of the tile may be a hit, as bits. `own` are the terms of row `lane`.
+  __device__ __forceinline__ uint64_t look(const float (&sums)[2][2 * PAIRS][4],
+                                           const score_terms& own, bool alive) const {
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    score_terms rows[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t from = i * 8 + lane / 4;
+      rows[i].scale = __shfl_sync(KALOS_ALL_LANES, own.scale, from);
+      rows[i].error = __shfl_sync(KALOS_ALL_LANES, own.error, from);
+      rows[i].upper = __shfl_sync(KALOS_ALL_LANES, alive ? own.upper : -KALOS_INFINITY, from);
+    }
+    uint32_t passed = 0;  // bit 2 * n + p: of query 8 * n + 2 * (lane % 4) + p
+#pragma unroll
+    for (uint32_t n = 0; n < 2 * PAIRS; ++n) {
+      if (PAIRS > 1 && n >= 2 * pairs) break;
+#pragma unroll
+      for (uint32_t p = 0; p < 2; ++p) {
+        const query_state& state = states[n * 8 + lane % 4 * 2 + p];
+        const score_terms query = state.terms;
+        const float bound = score_of(*(const volatile uint32_t*)&state.bound);
+        bool any = false;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i)
+          any |= !(upper_bound(sums[i / 2][n][i % 2 * 2 + p], rows[i], query) < bound);
+        passed |= (uint32_t)any << (2 * n + p);
+      }
+    }
+    if (!__any_sync(KALOS_ALL_LANES, passed)) return 0;
+    uint64_t mine = 0;
+#pragma unroll
+    for (uint32_t n = 0; n < 2 * PAIRS; ++n)
+      mine |= (uint64_t)(passed >> (2 * n) & 3u) << (n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (uint32_t step = KALOS_WARP / 2; step; step /= 2)
+      mine |= __shfl_xor_sync(KALOS_ALL_LANES, mine, step);
+    return mine & (~(uint64_t)0 >> (64 - count));
+  }
+
+  // The sum of row `lane` with a query.
+  __device__ __forceinline__ static float own_sum(const float (&sums)[2][2 * PAIRS][4],
+                                                  uint32_t query) {
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    uint32_t given[4] = {0, 0, 0, 0};  // by masks, so that the sums stay in registers
+#pragma unroll
+    for (uint32_t n = 0; n < 2 * PAIRS; ++n) {
+#pragma unroll
+      for (uint32_t p = 0; p < 2; ++p) {
+        const uint32_t here = query / 8 == n && query % 2 == p ? ~0u : 0u;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i)
+          given[i] |= here & __float_as_uint(sums[i / 2][n][i % 2 * 2 + p]);
+      }
+    }
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t one = __shfl_sync(KALOS_ALL_LANES, given[i], lane % 8 * 4 + query % 8 / 2);
+      if (lane / 8 == i) sum = one;
+    }
+    return __uint_as_float(sum);
+  }
+
+  __device__ __forceinline__ void keep_rows(const float (&sums)[2][2 * PAIRS][4], uint64_t passed,
+                                            const score_terms& own, bool alive,
+                                            uint32_t row) const {
+    while (passed) {
+      const uint32_t q = __ffsll((long long)passed) - 1;
+      passed &= passed - 1;
+      const float sum = own_sum(sums, q);
+      query_state& state = states[q];
+      const score_terms query = state.terms;
+      const float high = upper_bound(sum, own, query), low = lower_bound(sum, own, query);
+      uint32_t upper = high == high ? ordered(high) : KALOS_ORDERED_INFINITY;
+      if (!alive || upper < *(volatile uint32_t*)&state.bound) upper = 0;
+      if (upper && args.num_scopes > 1) {
+        const kalos_recall_scope& scope = scope_of(q);
+        if (!in_extents(scope, row) || (scope.allowed && !bit_of(scope.allowed, row))) upper = 0;
+      }
+      if (!__any_sync(KALOS_ALL_LANES, upper)) continue;
+      const uint32_t lower = upper && low == low ? ordered(low) : 0;
+      keep(state, bounds_of_all() + q, args.k, row, upper, lower);
+    }
+  }
+
+  // The rows of one warp, tile by tile.
+  __device__ __forceinline__ void scan(warp_ring& ring, stream& tiles, uint32_t warp) const {
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    const uint32_t steps = args.dim / stream::STEP;
+    // The query whose bound this lane follows, where the block has as many warps.
+    const uint32_t followed = threadIdx.x % (QUERIES < KALOS_WARP ? KALOS_WARP : QUERIES);
+    uint32_t seen = 0;
+    uint32_t stage = 0;
+    for (uint32_t tile = 0; tile < tiles.asked; ++tile) {
+      float sums[2][2 * PAIRS][4];
+#pragma unroll
+      for (uint32_t i = 0; i < 16 * PAIRS; ++i) (&sums[0][0][0])[i] = 0.0f;
+      kalos_copies_wait<KALOS_BATCH_STAGES - 2>();
+      __syncwarp();
+      const tile_slot& slot = ring.slots[tile % (KALOS_BATCH_STAGES + 1)];
+      const uint32_t scale = scale_word<HALF>(args.metric, slot.lengths[lane]);
+      uint32_t scales[4];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i)
+        scales[i] = __shfl_sync(KALOS_ALL_LANES, scale, i * 8 + lane / 4);
+      for (uint32_t step = 0; step < steps; ++step) {
+        kalos_copies_wait<KALOS_BATCH_STAGES - 2>();
+        tiles.ask(ring, (stage + KALOS_BATCH_STAGES - 1) % KALOS_BATCH_STAGES);
+        multiply(ring.stages[stage], step, scales, sums);
+        stage = (stage + 1) % KALOS_BATCH_STAGES;
+      }
+      // Looked up again: registers are dear above.
+      const score_terms own = row_terms<HALF>(args.metric, args.dim, slot.lengths[lane]);
+      const bool alive = slot.alive >> lane & 1u;
+      const uint64_t passed = look(sums, own, alive);
+      if (passed) keep_rows(sums, passed, own, alive, slot.row + lane);
+      if ((tile + warp) % 4 == 0 && followed < count) {
+        if (seen > states[followed].bound) atomicMax(&states[followed].bound, seen);
+        seen = kalos_peek(bounds_of_all() + followed);  // looked at four tiles later
+      }
+    }
+    kalos_copies_wait<0>();
+  }
+
+  // The score as defined of the rows of this lane's group: of one of them, as `tree` says.
+  template <bool L2>
+  __device__ __forceinline__ float score_rows(const char* const* rows, const float* query) const {
+    float sums[KALOS_ROWS_TOGETHER][1][type::SUMS];
+#pragma unroll
+    for (uint32_t i = 0; i < KALOS_ROWS_TOGETHER * type::SUMS; ++i) (&sums[0][0][0])[i] = 0.0f;
+#pragma unroll 4
+    for (uint32_t d = 0; d < args.dim; d += KALOS_SCORE_LANES) {
+      uint4 loads[KALOS_ROWS_TOGETHER];
+#pragma unroll
+      for (uint32_t u = 0; u < KALOS_ROWS_TOGETHER; ++u)
+        loads[u] = kalos_load_once((const uint4*)(rows[u] + d * (HALF ? 2 : 4)));
+      add_step<HALF, L2, 1>(loads, query + d, args.dim, sums);
+    }
+    return tree<HALF>(sums[0][0], sums[1][0]);
+  }
+
+  // The exact keys of what is kept for a query: the best 32, sorted, one a lane.
+  __device__ __forceinline__ uint64_t exact(uint32_t q) const {
+    constexpr uint32_t HALF_GROUP = type::LANES / 2;
+    const uint32_t lane = threadIdx.x % KALOS_WARP;
+    query_state& state = states[q];
+    uint32_t bound = max(state.bound, kalos_peek(bounds_of_all() + q));
+    bound = __shfl_sync(KALOS_ALL_LANES, bound, 0);
+    const uint32_t kept = drop_useless(state, state.count, bound);
+    if (lane == 0 && state.lost && state.lost >= bound) atomicMax(lost_of_all() + q, state.lost);
+    const uint32_t own = lane / HALF_GROUP % 2 * type::GROUPS + lane / type::LANES;
+    const float* query = query_at(q) + lane % type::LANES * type::SUMS;
+    uint64_t best = 0, worst = key_floor(scope_of(q).min_score) - 1;
+    for (uint32_t at = 0; at < kept; at += type::TILE) {
+      const char* rows[KALOS_ROWS_TOGETHER];
+#pragma unroll
+      for (uint32_t u = 0; u < KALOS_ROWS_TOGETHER; ++u) {
+        const uint32_t mine = at + u * type::GROUPS + lane / type::LANES;
+        const uint32_t row = ~(uint32_t)state.kept[mine < kept ? mine : kept - 1];
+        rows[u] = (const char*)args.rows + (uint64_t)row * args.stride_nbytes +
+                  lane % type::LANES * sizeof(uint4);
+      }
+      const float sum = args.metric == KALOS_METRIC_L2 ? score_rows<true>(rows, query)
+                                                       : score_rows<false>(rows, query);
+      uint64_t key = 0;
+      if (at + own < kept && lane % HALF_GROUP == 0) {
+        const uint32_t row = ~(uint32_t)state.kept[at + own];
+        const float factor =
+            args.metric == KALOS_METRIC_COSINE ? ((const float*)args.lengths)[row] : 0.0f;
+        key = key_of(finish(sum, args.metric, factor), row);
+      }
+      worst = enter(best, key, worst, args.k);
+    }
+    return best;
+  }
+
+  // The best of all blocks' lists, which are sorted; by one warp. A bound comes first: the k-th of
+  // the lanes' best heads.
+  __device__ __forceinline__ void merge(uint32_t q) const {
+    constexpr uint32_t TOGETHER = 4;
+    const uint32_t lane = threadIdx.x % KALOS_WARP, blocks = gridDim.x;
+    const unsigned long long* lists =
+        (const unsigned long long*)args.lists + (uint64_t)(first + q) * args.k * blocks;
+    uint64_t head = 0;
+#pragma unroll 4
+    for (uint32_t list = lane; list < blocks; list += KALOS_WARP) {
+      const uint64_t key = __ldcg(lists + list);
+      if (key > head) head = key;
+    }
+    uint64_t bound = __shfl_sync(KALOS_ALL_LANES, sort_warp(head), args.k - 1);
+    if (bound) --bound;
+    uint64_t best = 0;
+    for (uint32_t rank = 0; rank < args.k; ++rank, lists += blocks) {
+      bool any = false;
+      for (uint32_t at = 0; at < blocks; at += TOGETHER * KALOS_WARP) {
+        uint64_t keys[TOGETHER];
+#pragma unroll
+        for (uint32_t i = 0; i < TOGETHER; ++i) {
+          const uint32_t list = at + i * KALOS_WARP + lane;
+          keys[i] = list < blocks ? __ldcg(lists + list) : 0;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < TOGETHER; ++i) {
+          any |= keys[i] > bound;
+          bound = enter(best, keys[i], bound, args.k);
+        }
+      }
+      if (!__any_sync(KALOS_ALL_LANES, any)) break;
+    }
+    if (lane < args.k) ((uint64_t*)args.hits)[(uint64_t)(first + q) * args.k + lane] = best;
+    const uint32_t worst = (uint32_t)(__shfl_sync(KALOS_ALL_LANES, best, args.k - 1) >> 32);
+    if (lane != 0) return;
+    const uint32_t lost = kalos_peek(lost_of_all() + q);
+    ((uint32_t*)args.lost)[first + q] = lost && lost >= worst;
+    lost_of_all()[q] = 0;
+    bounds_of_all()[q] = 0;
+  }
+
+  __device__ __forceinline__ void run() const {
+    const uint32_t lane = threadIdx.x % KALOS_WARP, warp = threadIdx.x / KALOS_WARP;
+    const uint32_t warps = blockDim.x / KALOS_WARP;
+    warp_ring& ring = ((warp_ring*)(fragments + args.dim / 16 * pairs * KALOS_WARP))[warp];
+    stream tiles(args, warp, warps);
+    for (uint32_t stage = 0; stage + 1 < KALOS_BATCH_STAGES; ++stage) tiles.ask(ring, stage);
+    begin_states(warp, warps);
+    __syncthreads();
+    begin_fragments();
+    __syncthreads();
+    scan(ring, tiles, warp);
+    __syncthreads();
+    for (uint32_t q = warp; q < count; q += warps) {
+      const uint64_t best = exact(q);
+      uint64_t* list = (uint64_t*)args.lists + (uint64_t)(first + q) * args.k * gridDim.x;
+      if (lane < args.k) list[(uint64_t)lane * gridDim.x + blockIdx.x] = best;
+    }
+    uint32_t* counters = (uint32_t*)args.counters;
+    if (!kalos_last_block(counters + 1 + blockIdx.y, gridDim.x)) return;
+    for (uint32_t q = warp; q < count; q += warps) merge(q);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (gridDim.y > 1) {
+      if (kalos_count_up(counters) + 1 != gridDim.y) return;
+      *counters = 0;
+    }
+    kalos_publish(&((kalos_done*)args.done)->ticket, args.ticket);
+  }
+};
+static_assert(KALOS_RECALL_MAX_QUERIES / KALOS_BATCH_FEW < KALOS_BATCH_COUNTERS, "groups' counters");
+static_assert(KALOS_BATCH_MAX_K <= KALOS_WARP, "lists are one key a lane");
+
+#define KALOS_BATCH_KERNEL(name, half, pairs)                                            \
+  extern "C" __global__ void __launch_bounds__(KALOS_BATCH_MAX_WARPS* KALOS_WARP, 1)     \
+      kalos_recall_batch_##name(const __grid_constant__ kalos_recall_batch_args args) {  \
+    extern __shared__ uint4 dynamic[];                                                   \
+    recall_batch<half, pairs>(args, dynamic).run();                                      \
+  }
+
+KALOS_BATCH_KERNEL(f32_few, false, 1)
+KALOS_BATCH_KERNEL(f16_few, true, 1)
+KALOS_BATCH_KERNEL(f32_many, false, 4)
+KALOS_BATCH_KERNEL(f16_many, true, 4)

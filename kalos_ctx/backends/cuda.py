@@ -1,0 +1,113 @@
+"""Recall and windows on a GPU: what `ContextAssembler` uses for device="cuda"."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kalos_ctx._device import Device
+from kalos_ctx._device_gathering import DeviceGatherer
+from kalos_ctx._device_recall import DeviceScan
+from kalos_ctx._registered import RegisteredSegments
+from kalos_ctx.backends import cuda_device
+from kalos_ctx.backends.cpu import CpuBackend, Recalled
+
+if TYPE_CHECKING:
+    from kalos_ctx.store import SessionStore
+
+log = logging.getLogger(__name__)
+
+REGISTERED_NBYTES_MAX = 16 << 30
+
+_opened: dict[tuple[int, int], tuple[Device, cuda_device.OpenedDevice]] = {}
+_lock = threading.Lock()
+
+
+def shared_device(ordinal: int) -> tuple[Device, cuda_device.OpenedDevice]:
+    """Return a GPU, opened once a process: its kernels stay loaded.
+
+    Raises
+    ------
+    DeviceUnavailable
+    """
+    with _lock:
+        key = (os.getpid(), ordinal)  # what a parent opened is of no use behind a fork
+        found = _opened.get(key)
+        if found is None:
+            opened = cuda_device.open_device(ordinal)
+            log.info("%s: kernels: %s", opened.name, opened.kernels)
+            device = Device.open(ordinal, opened.cubins, opened.num_multiprocessors)
+            found = _opened[key] = (device, opened)
+        return found
+
+
+def registered_budget() -> int:
+    """Bytes of token segments that may be registered at a time: a quarter of the memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(memory // 4, REGISTERED_NBYTES_MAX)
+
+
+def make_gatherer(store: SessionStore, ordinal: int) -> DeviceGatherer:
+    """Return what fills windows of a device; it reads the store's files where that works.
+
+    A self-test with a file beside the store's decides: a GPU that does not see what another
+    mapping of the file wrote gets windows by copies alone, and the log says why.
+    """
+    device, opened = shared_device(ordinal)
+    why = cuda_device.page_cache_self_test(opened, store.path)
+    segments = None
+    if why == cuda_device.ZERO_COPY:
+        segments = RegisteredSegments(device, registered_budget())
+    else:
+        log.info("windows pass through pinned memory: %s", why)
+    return DeviceGatherer(device, segments)
+
+
+class CudaBackend(CpuBackend):
+    """Exact recall from a store on a GPU, with the CPU backend's results to the bit.
+
+    Parameters
+    ----------
+    store : SessionStore
+        Reader or writer.
+    device : Device
+    progress : callable, optional
+        Called as ``progress(rows_done, num_rows)`` while the store's vectors are loaded.
+
+    Notes
+    -----
+    Thread-safe. Rows are brought to the device at the first recall, and later ones before the
+    recall that may return them.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        store: SessionStore,
+        device: Device,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._progress = progress
+        super().__init__(store)
+
+    def _new_scan(self) -> DeviceScan:
+        return DeviceScan(self._core, self._device, self._progress)
+
+    def recall(self, query: Any, **options: Any) -> Recalled:
+        """Find the rows that score best; as `CpuBackend.recall`."""
+        scans = self._scan.scans
+        before = scans.get("cpu", 0)
+        found = super().recall(query, **options)
+        if scans.get("cpu", 0) != before:
+            return replace(found, path="cpu_recall")
+        return found
+
+    def close(self) -> None:
+        """Give the rows' memory on the device back."""
+        self._scan.close()
