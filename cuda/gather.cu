@@ -60,8 +60,8 @@ __device__ __forceinline__ bool holds(const kalos_gather_args& args, const kalos
 
 extern "C" __global__ void __launch_bounds__(KALOS_GATHER_BLOCK)
     kalos_gather(const __grid_constant__ kalos_gather_args args) {
-  __shared__ alignas(16) uint32_t tokens[KALOS_PIECE_TOKENS];
-  __shared__ alignas(16) kalos_piece shared_piece;
+  alignas(16) __shared__ uint32_t tokens[KALOS_PIECE_TOKENS];
+  alignas(16) __shared__ kalos_piece shared_piece;
   kalos_counters* counters = (kalos_counters*)args.counters;
   if (blockIdx.x < args.num_pieces) {
     if (blockIdx.x >= KALOS_GATHER_INLINE) {

@@ -1,46 +1,48 @@
 // kalos_bounds.cuh: scores from the tensor cores, and how far off they may be. No kernel here.
 //
-// mma adds up 16 columns at a time. Which columns these are does not matter, if rows and queries have
-// the same: so the 16 bytes of a row that a lane loads are its share of one multiply (float32) or of
-// two (float16), and nothing is moved between lanes.
+// mma adds up 16 columns at a time. Which columns these are does not matter, if rows and queries
+// have the same: so the 16 bytes of a row that a lane loads are its share of one multiply (float32)
+// or of two (float16), and nothing is moved between lanes.
 #ifndef KALOS_BOUNDS_CUH
 #define KALOS_BOUNDS_CUH
 
 #include "kalos_recall.cuh"
 
-// ---- How far off the tensor cores are ------------------------------------------------------------
-// Let x be a row, q a query as prepared, D dims, u = 2^-24. N >= |x| and M >= |q| are the norms that
-// stand here, 2^-56 <= N, M <= 2^62 (row_terms and query_terms take larger ones for infinite: then
-// nothing is known of the row or the query, and the bounds are infinite). By Cauchy and Schwarz, sums
+// ---- How far off the tensor cores are -----------------------------------------------------------
+// Let x be a row, q a query as prepared, D <= 4096 dims, u = 2^-24. N >= |x| and M >= |q| are the
+// norms that stand here, 2^-56 <= N, M <= 2^62. (Larger ones count as infinite: then nothing is
+// known of the row or the query, and its bounds are infinite or NaN.) By Cauchy and Schwarz, sums
 // of |x_d q_d| are at most N M.
 //
 // 1. Operands. x' = 2^a x and q' = 2^b q are scaled so that N' = 2^a N and M' = 2^b M lie in
-//    [2^12, 2^13), and rounded to float16: an element above 2^-14 errs by 2^-11 of itself, one below
-//    by at most 2^-14, even if the device takes it for zero. Together, as vectors, by
-//    2^-11 N' + 2^-14 sqrt(D) <= r N', r = 2^-11 + 2^-20 (D <= 4096, so 2^-14 sqrt(D) <= 2^-8).
-//    A float16 row is scaled exactly, but for elements below 2^-14: r = 2^-20. (Its a is at most 15;
-//    where that leaves N' < 2^12, all elements are multiples of 2^-9 and exact.)
-//    So |x'q' - x^q^| <= (r_x + r_q + r_x r_q) N' M' <= (2^-10 + 2^-18) N' M' for float32 rows and
-//    (2^-11 + 2^-18) N' M' for float16 rows.
-// 2. Tensor cores. Products are exact. Of what is added at a time, each term is cut to a last place of
-//    2^-23 of the largest term or better, and a sum again. Of 16 columns there are at most 16 products,
-//    4 intermediate sums and 4 of these cut again (devices differ in how many they add at a time: see
-//    Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS 7:e330, and Khattak and
-//    Mikaitis, Accurate models of NVIDIA tensor cores, arXiv 2512.07004): 24 cuts of 2^-23 S, S the
-//    sum of |x^_d q^_d| <= (1 + r)^2 N' M'. Here they count as 40 such: D / 16 steps err by at most
-//    1.25 D 2^-22 S, and 1.29 D 2^-22 N' M' covers what the errors add to S.
-// 3. The score as defined: |s - x q| <= (D / 32 + 6) u 1.01 N M <= (D 2^-28 + 2^-21) N M: D / 32 fused
-//    steps and 5 additions, in gradual underflow, which adds less than 2^-137 <= 2^-23 * 2^-112.
-// 4. Roundings of what is computed from the sums and the bounds here: fewer than 8 of u (N M).
-// Together, for dot products: |s - s~| <= C N M,
-//    C = (2^-10 or 2^-11) + 2^-17 + 21 D 2^-26.
-// cosine: both sides times the factor f. f is rounded from 1 / |x|, so N = 1 / f (1 + 2^-16) will do;
-//    f = 0 gives the score 0, and C N M f = 0.
-// l2: s = -(|x|^2 + |q|^2 - 2 x q) and s~ = 2 x q~ - |x|^2 - |q|^2, where |x|^2 lies between
-//    N^2 (1 - 2^-13) and N^2, or below 2^-112. The score's own error is at most (D / 32 + 9) u of
-//    |x - q|^2 <= 2 (N^2 + M^2), so below 2^-15.8 (N^2 + M^2). Hence
-//    s <= 2 x q~ + 2 C N M - (N^2 + M^2) (1 - 2^-12) + 2^-110 and
-//    s >= 2 x q~ - 2 C N M - (N^2 + M^2) (1 + 2^-12) - 2^-110.
+//    [2^12, 2^13), and rounded to float16, x^ and q^. An element of at least 2^-14 errs by 2^-11 of
+//    itself, a smaller one by 2^-14, even if the device takes it for zero. As vectors they err by
+//    2^-11 N' + 2^-14 sqrt(D) <= r N' with r = 2^-11 + 2^-20. A float16 row is scaled exactly, but
+//    for elements below 2^-14: r = 2^-20. (Its a is at most 15. From a = 10 on all elements are
+//    multiples of 2^-14, and exact, so N' may be smaller there.) Hence
+//    |x' q' - x^ q^| <= (r_x + r_q + r_x r_q) N' M' <= R N' M',
+//    R = 2^-10 + 2^-18 for float32 rows, 2^-11 + 2^-18 for float16 rows.
+// 2. Tensor cores. Products are exact. Terms that are added at a time are cut to a last place of
+//    2^-23 of the largest of them or better, and so is their sum. In 16 columns there are 16
+//    products, at most 4 sums that go on and 4 new ones: 24 cuts of at most 2^-23 S, where S is the
+//    sum of |x^_d q^_d| <= (1 + r)^2 N' M'. (How many are added at a time differs; none is known
+//    to cut more: Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS 7:e330; Khattak
+//    and Mikaitis, Accurate models of NVIDIA tensor cores, arXiv 2512.07004.) Here 40 cuts are
+//    counted: D / 16 steps err by 1.25 D 2^-22 S, and with what errors add to S by
+//    1.29 D 2^-22 N' M'.
+// 3. The score as defined. D / 32 fused steps and 5 additions err by (D / 32 + 6) u N M, which is
+//    below (D 2^-28 + 2^-21) N M. Gradual underflow adds less than 2^-137 <= 2^-23 N M.
+// 4. Roundings of the approximate score and of the bounds themselves: fewer than 8 u N M.
+//
+// Together, for the dot product: |s - s~| <= C N M with
+//    C = (float32 rows: 2^-10, float16 rows: 2^-11) + 2^-17 + 21 D 2^-26.
+// cosine: the same times the row's factor f. As f is 1 / |x|, rounded, N = 1 / f (1 + 2^-16) will
+//    do. Where f = 0 the score is 0, and so are s~ and C N M f.
+// l2: s = -(|x|^2 + |q|^2 - 2 x q). |x|^2 lies between N^2 (1 - 2^-13) and N^2, or both are below
+//    2^-112; the same for |q|^2. The score's own error is at most (D / 32 + 9) u |x - q|^2, below
+//    2^-15 (N^2 + M^2). Hence, with p = x q as approximated,
+//    s <= 2 p + 2 C N M - (N^2 + M^2) (1 - 2^-12) + 2^-110 and
+//    s >= 2 p - 2 C N M - (N^2 + M^2) (1 + 2^-12) - 2^-110.
 template <bool HALF>
 __device__ __forceinline__ float error_factor(uint32_t dim) {
   return __fmaf_rn((float)dim, 21.0f * 0x1p-26f, (HALF ? 0x1p-11f : 0x1p-10f) + 0x1p-17f);
@@ -129,7 +131,7 @@ __device__ __forceinline__ float lower_bound(float sum, const score_terms& row,
                    __fadd_rn(row.lower, query.lower));
 }
 
-// ---- Operands ------------------------------------------------------------------------------------
+// ---- Operands -----------------------------------------------------------------------------------
 // The power of two for a row's elements, as `row_words` takes it.
 template <bool HALF>
 __device__ __forceinline__ uint32_t scale_word(uint32_t metric, float length) {
@@ -138,16 +140,17 @@ __device__ __forceinline__ uint32_t scale_word(uint32_t metric, float length) {
   return __float_as_uint(power_of_two(exponent));
 }
 
-// A lane's 16 bytes of a row: two words a multiply, of which one holds columns 0 and 1 of those that
-// `query_words` gives for it, and the other columns 2 and 3.
+// A lane's share of a multiply, of its 16 bytes of a row: one word holds columns 0 and 1 of those
+// that `query_words` gives, the other columns 2 and 3.
 template <bool HALF>
-__device__ __forceinline__ void row_words(uint4 load, uint32_t scale, uint32_t* words) {
+__device__ __forceinline__ void row_words(const uint4* from, uint32_t multiply, uint32_t scale,
+                                          uint32_t* words) {
   if constexpr (HALF) {
+    const uint2 load = ((const uint2*)from)[multiply];
     words[0] = kalos_multiply_halves(load.x, scale);
     words[1] = kalos_multiply_halves(load.y, scale);
-    words[2] = kalos_multiply_halves(load.z, scale);
-    words[3] = kalos_multiply_halves(load.w, scale);
   } else {
+    const uint4 load = *from;
     const float factor = __uint_as_float(scale);
     words[0] = kalos_pack_halves(__fmul_rn(__uint_as_float(load.x), factor),
                                  __fmul_rn(__uint_as_float(load.y), factor));
@@ -158,8 +161,8 @@ __device__ __forceinline__ void row_words(uint4 load, uint32_t scale, uint32_t* 
 
 // The share of lane `quarter` of four in a multiply, of one query; zeros where there is none.
 template <bool HALF>
-__device__ __forceinline__ void query_words(const float* query, uint32_t multiply,
-                                            uint32_t quarter, float norm, uint32_t* words) {
+__device__ __forceinline__ void query_words(const float* query, uint32_t multiply, uint32_t quarter,
+                                            float norm, uint32_t* words) {
   const uint32_t column =
       HALF ? multiply / 2 * 32 + quarter * 8 + multiply % 2 * 4 : multiply * 16 + quarter * 4;
   float4 x = {0.0f, 0.0f, 0.0f, 0.0f};

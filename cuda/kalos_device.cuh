@@ -84,8 +84,8 @@ __device__ __forceinline__ uint32_t kalos_multiply_halves(uint32_t a, uint32_t b
 }
 
 // sums += rows [16][16] * queries [16][8] in float16, sums in float32, as fragments of the warp.
-// Lane 4 * g + t gives: rows g and g + 8 at columns 2t, 2t + 1 (a0, a1) and 2t + 8, 2t + 9 (a2, a3);
-// of query g the same columns (b0, b1). It gets: row g of queries 2t, 2t + 1, then row g + 8 of them.
+// Lane 4 * g + t gives: rows g and g + 8 at columns 2t, 2t + 1 (a0, a1) and 2t + 8, 2t + 9 (a2,
+// a3); of query g the same columns (b0, b1). It gets: row g of queries 2t, 2t + 1, then row g + 8.
 __device__ __forceinline__ void kalos_multiply_tiles(float* sums, uint32_t a0, uint32_t a1,
                                                      uint32_t a2, uint32_t a3, uint32_t b0,
                                                      uint32_t b1) {
@@ -120,10 +120,10 @@ __device__ __forceinline__ void kalos_copy_16(void* shared, const void* global) 
 }
 __device__ __forceinline__ void kalos_copy_4(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                   (uint32_t)__cvta_generic_to_shared(shared)),
-               "l"(global)
-               : "memory");
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+      "l"(global)
+      : "memory");
 #else
   *(uint32_t*)shared = *(const uint32_t*)global;
 #endif

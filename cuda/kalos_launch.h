@@ -147,21 +147,21 @@ typedef struct kalos_recall_args {
 } kalos_recall_args;
 KALOS_STATIC_ASSERT(sizeof(kalos_recall_args) <= 4096, "a kernel's parameters");
 
-// ---- recall_batch.cu: the best rows for many queries ---------------------------------------------
-#define KALOS_BATCH_MAX_WARPS 16u   // of a block; a block may have fewer, where its memory is small
-#define KALOS_BATCH_FEW 16u         // queries of a group, kalos_recall_batch_*_few
-#define KALOS_BATCH_MANY 64u        // queries of a group, kalos_recall_batch_*_many
+// ---- recall_batch.cu: the best rows for many queries --------------------------------------------
+#define KALOS_BATCH_MAX_WARPS 16u  // of a block; a block may have fewer, where its memory is small
+#define KALOS_BATCH_FEW 16u        // queries of a group, kalos_recall_batch_*_few
+#define KALOS_BATCH_MANY 64u       // queries of a group, kalos_recall_batch_*_many
 #define KALOS_BATCH_MAX_K 32u
-#define KALOS_BATCH_TILE 32u        // rows that a warp works on at a time
-#define KALOS_BATCH_STAGES 4u       // pieces of tiles that a warp has in flight or in work
+#define KALOS_BATCH_TILE 32u   // rows that a warp works on at a time
+#define KALOS_BATCH_STAGES 4u  // pieces of tiles that a warp has in flight or in work
 #define KALOS_BATCH_STAGE_NBYTES 2048u
-#define KALOS_BATCH_KEPT 64u        // rows that a block keeps for a query until they are scored
-#define KALOS_BATCH_COUNTERS 8u     // words before those of the queries in `counters`
+#define KALOS_BATCH_KEPT 64u     // rows that a block keeps for a query until they are scored
+#define KALOS_BATCH_COUNTERS 8u  // words before those of the queries in `counters`
 #define KALOS_BATCH_QUERY_NBYTES 672u
 #define KALOS_BATCH_WARP_NBYTES \
   (KALOS_BATCH_STAGES * KALOS_BATCH_STAGE_NBYTES + (KALOS_BATCH_STAGES + 1u) * 144u)
 // Dynamic shared memory of a block whose group has `queries` queries, rounded up to 16.
-#define KALOS_BATCH_SHARED_NBYTES(queries, dim, warps)              \
+#define KALOS_BATCH_SHARED_NBYTES(queries, dim, warps)                       \
   (((queries) + 15u) / 16u * 16u * (KALOS_BATCH_QUERY_NBYTES + 2u * (dim)) + \
    (warps) * KALOS_BATCH_WARP_NBYTES)
 
@@ -173,7 +173,7 @@ typedef struct kalos_recall_batch_args {
   uint64_t queries;   // device: float [num_queries][dim], padded with zeros, 16-byte aligned
   uint64_t scopes;    // device: kalos_recall_scope [num_scopes]
   uint64_t lists;     // device: uint64 [num_queries][k][blocks]: scratch
-  uint64_t counters;  // device: uint32 [KALOS_BATCH_COUNTERS + 2 * num_queries], zero between launches
+  uint64_t counters;  // device: uint32 [KALOS_BATCH_COUNTERS + 2 * num_queries]; zero when idle
   uint64_t hits;      // host: uint64 keys [num_queries][k], best first, 0 behind the last
   uint64_t lost;      // host: uint32 [num_queries]: 1: the hits may lack a row, ask another kernel
   uint64_t done;      // kalos_done, host
@@ -190,14 +190,14 @@ typedef struct kalos_recall_batch_args {
 } kalos_recall_batch_args;
 KALOS_STATIC_ASSERT(sizeof(kalos_recall_batch_args) == 120, "kalos_recall_batch_args");
 
-// ---- row_norms.cu: an upper bound of each row's norm ---------------------------------------------
+// ---- row_norms.cu: an upper bound of each row's norm --------------------------------------------
 #define KALOS_NORMS_BLOCK 256u
 
 typedef struct kalos_row_norms_args {
   uint64_t rows;   // device: row i at rows + i * stride_nbytes, padded with zeros to dim
   uint64_t norms;  // device: float by row
   uint32_t stride_nbytes;
-  uint32_t dim;  // multiple of 32
+  uint32_t dim;   // multiple of 32
   uint32_t half;  // 1: float16 rows, 0: float32
   uint32_t begin;
   uint32_t end;

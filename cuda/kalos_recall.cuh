@@ -42,16 +42,28 @@ __device__ __forceinline__ uint64_t pick(uint64_t a, uint64_t b, bool larger) {
   return (a > b) == larger ? a : b;
 }
 
-// Sorts the warp's keys, one a lane, so that the largest comes first, from runs of `width` that are
-// bitonic.
-__device__ __forceinline__ uint64_t sort_lanes(uint64_t key, uint32_t place, uint32_t width,
-                                               uint32_t step) {
-#pragma unroll 1
-  for (; step; step /= 2) {
+// Steps of a bitonic sort within a warp, one key a lane, from `STEP` down to 1: the keys of places
+// whose bit `width` is not set fall, the others rise.
+template <uint32_t STEP>
+__device__ __forceinline__ uint64_t sort_lanes(uint64_t key, uint32_t place, uint32_t width) {
+#pragma unroll
+  for (uint32_t step = STEP; step; step /= 2) {
     const uint64_t other = __shfl_xor_sync(KALOS_ALL_LANES, key, step);
     key = pick(key, other, ((place & width) == 0) == ((place & step) == 0));
   }
   return key;
+}
+
+// Sorts keys that come in any order, one a lane, up to runs of a warp.
+__device__ __forceinline__ uint64_t sort_warp(uint64_t key, uint32_t place, uint32_t last_width) {
+  key = sort_lanes<1>(key, place, 2);
+  key = sort_lanes<2>(key, place, 4);
+  key = sort_lanes<4>(key, place, 8);
+  key = sort_lanes<8>(key, place, 16);
+  return sort_lanes<16>(key, place, last_width);
+}
+__device__ __forceinline__ uint64_t sort_warp(uint64_t key) {
+  return sort_warp(key, threadIdx.x % KALOS_WARP, 0);
 }
 
 // Sorts keys[0..EACH * block) so that the largest comes first: a bitonic sort whose steps below a
@@ -63,8 +75,11 @@ __device__ __noinline__ void sort_keys(uint64_t* keys) {
   uint64_t own[EACH];  // key e is at place e * block + thread
 #pragma unroll
   for (uint32_t e = 0; e < EACH; ++e) own[e] = keys[e * BLOCK + threadIdx.x];
+#pragma unroll
+  for (uint32_t e = 0; e < EACH; ++e)
+    own[e] = sort_warp(own[e], e * BLOCK + threadIdx.x, KALOS_WARP);
 #pragma unroll 1
-  for (uint32_t width = 2; width <= SIZE; width *= 2) {
+  for (uint32_t width = 2 * KALOS_WARP; width <= SIZE; width *= 2) {
 #pragma unroll
     for (uint32_t apart = EACH / 2; apart; apart /= 2) {
       if (apart * BLOCK >= width) continue;
@@ -89,10 +104,9 @@ __device__ __noinline__ void sort_keys(uint64_t* keys) {
         own[e] = pick(own[e], keys[place ^ step], ((place & width) == 0) == ((place & step) == 0));
       }
     }
-    const uint32_t step = width < KALOS_WARP ? width / 2 : KALOS_WARP / 2;
 #pragma unroll
     for (uint32_t e = 0; e < EACH; ++e)
-      own[e] = sort_lanes(own[e], e * BLOCK + threadIdx.x, width, step);
+      own[e] = sort_lanes<KALOS_WARP / 2>(own[e], e * BLOCK + threadIdx.x, width);
   }
   __syncthreads();
 #pragma unroll
@@ -153,27 +167,18 @@ __device__ __forceinline__ uint64_t enter(uint64_t& list, uint64_t key, uint64_t
   return kth > bound ? kth : bound;
 }
 
-// Sorts keys that come in any order.
-__device__ __forceinline__ uint64_t sort_warp(uint64_t key) {
-  const uint32_t lane = threadIdx.x % KALOS_WARP;
-#pragma unroll 1
-  for (uint32_t width = 2; width <= KALOS_WARP; width *= 2)
-    key = sort_lanes(key, lane, width % KALOS_WARP, width / 2);
-  return key;
-}
-
 // The best 32 of all warps' lists, in the first warp. The whole block.
-__device__ __noinline__ uint64_t join_warps(uint64_t list) {
+__device__ inline uint64_t join_warps(uint64_t list) {
   __shared__ uint64_t given[KALOS_BLOCK_WARPS / 2][KALOS_WARP];
   const uint32_t lane = threadIdx.x % KALOS_WARP, warp = threadIdx.x / KALOS_WARP;
-#pragma unroll 1
+#pragma unroll
   for (uint32_t half = KALOS_BLOCK_WARPS / 2; half; half /= 2) {
     if (warp >= half && warp < 2 * half) given[warp - half][lane] = list;
     __syncthreads();
     if (warp < half) {
       // The larger of a falling and a rising list, place by place, are the best 32, bitonic.
       const uint64_t other = given[warp][KALOS_WARP - 1 - lane];
-      list = sort_lanes(other > list ? other : list, lane, 0, KALOS_WARP / 2);
+      list = sort_lanes<KALOS_WARP / 2>(other > list ? other : list, lane, 0);
     }
     __syncthreads();
   }

@@ -3,22 +3,22 @@
 //   args.rows   rows of dim elements (float32 or float16), stride_nbytes apart    device
 //   args.hits   uint64 keys [num_queries][k], best first, zeros behind the last   host
 //   args.lost   uint32 [num_queries]: 1 where a row may be missing from the hits  host
-//   args.done   kalos_done                                                        host, written last
+//   args.done   kalos_done                                                        host, last
 // Grid: x blocks that share the rows, y groups of KALOS_BATCH_FEW or KALOS_BATCH_MANY queries.
-// Block: a multiple of 32 threads, at most KALOS_BATCH_MAX_WARPS warps. Shared memory, dynamic:
-// KALOS_BATCH_SHARED_NBYTES. Reference: _cpu_ops on the CPU, equal to the bit, unless args.lost says
-// that the query must be asked again by recall.cu. Bound: the rows at the device's bandwidth.
+// Block: whole warps, at most KALOS_BATCH_MAX_WARPS. Shared memory: KALOS_BATCH_SHARED_NBYTES,
+// dynamic. Reference: _cpu_ops on the CPU, equal to the bit, but for queries of which args.lost
+// says that another kernel must be asked. Bound: the rows at the device's bandwidth.
 //
-// The tensor cores look at every row first, in float16. A proof (below) tells how far the score that
-// they give is from the score as defined: each row gets a lower and an upper bound. A row whose upper
-// bound is below the k-th best lower bound is no hit. The few others are kept, and scored as DESIGN.md
-// says at the end (kalos_bounds.cuh proves it). A block has room for KALOS_BATCH_KEPT rows of a query at a time: where more than
-// these are nearly equal, the best bound of those without room is kept, and the query counts as lost
-// unless all its hits are better.
+// The tensor cores look at every row first, in float16. How far their score may be from the score
+// as defined is proved in kalos_bounds.cuh: each row gets a lower and an upper bound. A row whose
+// upper bound is below the k-th best lower bound is no hit. The few others are kept, and scored as
+// DESIGN.md says at the end. A block has room for KALOS_BATCH_KEPT rows of a query at a time: where
+// more are nearly equal, the best bound of those without room is kept, and the query counts as lost
+// unless all its hits are better than that.
 //
-// Rows travel from memory to a ring in shared memory, whose bytes are read by the lane that asked for
-// them, in the order in which they are the tensor cores' fragments: columns may be permuted, if rows
-// and queries are alike. No lane waits for another warp, and the ring stays full across tiles.
+// Rows travel from memory to a ring in shared memory, and each lane reads what it asked for itself:
+// no lane waits for another warp, and the ring stays full from tile to tile. In flight on a
+// multiprocessor with 16 warps: 16 * 3 stages * 2 KB = 96 KB, all the time.
 #include "kalos_bounds.cuh"
 #include "kalos_recall.cuh"
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ float score_of(uint32_t word) {
 }
 #define KALOS_ORDERED_INFINITY 0xff800000u
 
-// ---- What a block holds --------------------------------------------------------------------------
+// ---- What a block holds -------------------------------------------------------------------------
 // A query's state in shared memory. A warp that holds the lock changes it; `bound` only ever rises,
 // and is raised without the lock, too.
 struct query_state {
@@ -73,9 +73,9 @@ __device__ __forceinline__ uint32_t bits_of_scope(const kalos_recall_scope& scop
   return bits;
 }
 
-// ---- The tiles of a warp, in flight --------------------------------------------------------------
-// Asks for the pieces of the warp's tiles one after the other. Of 32 tiles at a time, one a lane, it
-// looks up which have a row that may be a hit, and passes over the others.
+// ---- The tiles of a warp, in flight -------------------------------------------------------------
+// Asks for the pieces of the warp's tiles one after the other. Of 32 tiles at a time, one a lane,
+// it looks up which have a row that may be a hit, and passes over the others.
 template <bool HALF>
 struct tile_stream {
   static constexpr uint32_t STEP = HALF ? 32 : 16;  // columns of a stage
@@ -83,25 +83,26 @@ struct tile_stream {
   const char* from;     // this lane's next 16 bytes of row g = lane / 4 of the tile,
   uint32_t further[3];  // and how far behind them are those of rows g + 8, g + 16 and g + 24
   uint32_t window;      // number of the first of the 32 tiles; they are `stride` apart
-  uint32_t stride;
-  uint32_t alive;   // rows of this lane's tile that may be hits
-  uint32_t wanted;  // tiles that are still to come
-  uint32_t column;  // of the tile that is asked for
-  uint32_t asked;   // tiles that were begun
+  uint32_t alive;       // rows of this lane's tile that may be hits
+  uint32_t wanted;      // tiles that are still to come
+  uint32_t column;      // of the tile that is asked for
+  uint32_t asked;       // tiles that were begun
 
-  __device__ __forceinline__ tile_stream(const kalos_recall_batch_args& args_, uint32_t warp,
-                                         uint32_t warps)
-      : args(args_), stride(gridDim.x * warps), column(0), asked(0) {
+  __device__ __forceinline__ tile_stream(const kalos_recall_batch_args& args_, uint32_t warp)
+      : args(args_), column(0), asked(0) {
     window = args.begin / KALOS_BATCH_TILE + blockIdx.x + warp * gridDim.x;
     look();
   }
 
+  __device__ __forceinline__ static uint32_t stride() {
+    return gridDim.x * (blockDim.x / KALOS_WARP);
+  }
   __device__ __forceinline__ static uint64_t row_of(uint32_t tile) {
     return (uint64_t)tile * KALOS_BATCH_TILE;
   }
 
   __device__ __forceinline__ void look() {
-    const uint64_t row = row_of(window + threadIdx.x % KALOS_WARP * stride);
+    const uint64_t row = row_of(window + threadIdx.x % KALOS_WARP * stride());
     alive = 0;
     if (row < args.end) {
       const uint32_t first = (uint32_t)row;
@@ -118,7 +119,7 @@ struct tile_stream {
     const uint32_t lane = threadIdx.x % KALOS_WARP;
     if (column == 0) {
       while (!wanted && row_of(window) < args.end) {
-        window += KALOS_WARP * stride;
+        window += KALOS_WARP * stride();
         look();
       }
       if (wanted) begin(ring.slots[asked++ % (KALOS_BATCH_STAGES + 1)], lane);
@@ -127,8 +128,7 @@ struct tile_stream {
       uint4* to = &ring.stages[stage][lane];
       kalos_copy_16(to, from);
 #pragma unroll
-      for (uint32_t i = 0; i < 3; ++i)
-        kalos_copy_16(to + (i + 1) * KALOS_WARP, from + further[i]);
+      for (uint32_t i = 0; i < 3; ++i) kalos_copy_16(to + (i + 1) * KALOS_WARP, from + further[i]);
       from += STEP * (HALF ? 2 : 4);
       column += STEP;
       if (column == args.dim) column = 0;
@@ -140,7 +140,7 @@ struct tile_stream {
     const uint32_t tile = __ffs(wanted) - 1;
     wanted &= wanted - 1;
     const uint32_t bits = __shfl_sync(KALOS_ALL_LANES, alive, tile);
-    const uint32_t row = (uint32_t)row_of(window + tile * stride);
+    const uint32_t row = (uint32_t)row_of(window + tile * stride());
     if (lane == 0) {
       slot.row = row;
       slot.alive = bits;
@@ -156,7 +156,7 @@ struct tile_stream {
   }
 };
 
-// ---- Rows that may be hits -----------------------------------------------------------------------
+// ---- Rows that may be hits ----------------------------------------------------------------------
 __device__ __forceinline__ void take_lock(uint32_t* lock) {
   if (threadIdx.x % KALOS_WARP == 0)
     while (atomicCAS(lock, 0u, 1u)) __nanosleep(32);
@@ -170,8 +170,8 @@ __device__ __forceinline__ void give_lock(uint32_t* lock) {
   if (threadIdx.x % KALOS_WARP == 0) atomicExch(lock, 0u);
 }
 
-// Sorts the warp's words, one a lane, the largest first, from runs of `width` that are bitonic.
-__device__ __forceinline__ uint32_t sort_words(uint32_t word, uint32_t width, uint32_t step) {
+// Steps of a bitonic sort of the warp's words, one a lane, the largest first, from `step` to 1.
+__device__ __forceinline__ uint32_t sort_steps(uint32_t word, uint32_t width, uint32_t step) {
   const uint32_t lane = threadIdx.x % KALOS_WARP;
 #pragma unroll
   for (; step; step /= 2) {
@@ -182,16 +182,21 @@ __device__ __forceinline__ uint32_t sort_words(uint32_t word, uint32_t width, ui
   return word;
 }
 
+__device__ __forceinline__ uint32_t sort_words(uint32_t word) {
+#pragma unroll
+  for (uint32_t width = 2; width <= KALOS_WARP; width *= 2)
+    word = sort_steps(word, width % KALOS_WARP, width / 2);
+  return word;
+}
+
 // Enters the lanes' words into the warp's best 32, which are sorted, one a lane.
 __device__ __forceinline__ uint32_t enter_words(uint32_t list, uint32_t word, uint32_t kth) {
   const uint32_t lane = threadIdx.x % KALOS_WARP;
   uint32_t left = __ballot_sync(KALOS_ALL_LANES, word > kth);
   if (__popc(left) > 4) {
-#pragma unroll
-    for (uint32_t width = 2; width <= KALOS_WARP; width *= 2)
-      word = sort_words(word, width % KALOS_WARP, width / 2);
-    word = __shfl_sync(KALOS_ALL_LANES, word, KALOS_WARP - 1 - lane);
-    return sort_words(max(list, word), 0, KALOS_WARP / 2);
+    // The larger of a falling and a rising list, place by place, are the best 32, bitonic.
+    word = __shfl_sync(KALOS_ALL_LANES, sort_words(word), KALOS_WARP - 1 - lane);
+    return sort_steps(max(list, word), 0, KALOS_WARP / 2);
   }
   for (; left; left &= left - 1) {
     const uint32_t one = __shfl_sync(KALOS_ALL_LANES, word, __ffs(left) - 1);
@@ -224,7 +229,8 @@ __device__ __forceinline__ uint32_t drop_useless(query_state& state, uint32_t co
   return left;
 }
 
-// Takes what a tile gives for one query: each lane one row with its bounds, 0 where it is of no use.
+// Takes what a tile gives for one query: each lane one row with its bounds, 0 where it is of no
+// use.
 __device__ __forceinline__ void keep(query_state& state, uint32_t* bound_of_all, uint32_t k,
                                      uint32_t row, uint32_t upper, uint32_t lower) {
   const uint32_t lane = threadIdx.x % KALOS_WARP;
@@ -257,7 +263,7 @@ __device__ __forceinline__ void keep(query_state& state, uint32_t* bound_of_all,
   give_lock(&state.lock);
 }
 
-// ---- The kernel ----------------------------------------------------------------------------------
+// ---- The kernel ---------------------------------------------------------------------------------
 // PAIRS * 16 queries at most: a pair of tiles of 8 queries is one 16-byte load of their fragments.
 template <bool HALF, uint32_t PAIRS>
 struct recall_batch {
@@ -319,34 +325,34 @@ struct recall_batch {
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
         const uint32_t q = pair * 16 + half * 8 + i % KALOS_WARP / 4;
-        query_words<HALF>(q < count ? query_at(q) : nullptr, multiply, i % 4,
-                          states[q].terms.error, words + 2 * half);
+        query_words<HALF>(q < count ? query_at(q) : nullptr, multiply, i % 4, states[q].terms.error,
+                          words + 2 * half);
       }
       fragments[i] = {words[0], words[1], words[2], words[3]};
     }
   }
 
   // One stage: 32 rows, in four loads of this lane, times all queries.
-  __device__ __forceinline__ void multiply(const uint4* stage, uint32_t step, const uint32_t* scales,
+  __device__ __forceinline__ void multiply(const uint4* stage, uint32_t step,
+                                           const uint32_t* scales,
                                            float (&sums)[2][2 * PAIRS][4]) const {
     const uint32_t lane = threadIdx.x % KALOS_WARP;
-    uint32_t words[4][2 * MULTIPLIES];
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i)
-      row_words<HALF>(stage[i * KALOS_WARP + lane], scales[i], words[i]);
 #pragma unroll
     for (uint32_t m = 0; m < MULTIPLIES; ++m) {
+      uint32_t words[4][2];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i)
+        row_words<HALF>(stage + i * KALOS_WARP + lane, m, scales[i], words[i]);
 #pragma unroll
       for (uint32_t pair = 0; pair < PAIRS; ++pair) {
         if (PAIRS > 1 && pair >= pairs) break;
         const uint4 two = fragments[((step * MULTIPLIES + m) * pairs + pair) * KALOS_WARP + lane];
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
-          kalos_multiply_tiles(sums[i][2 * pair], words[2 * i][2 * m], words[2 * i + 1][2 * m],
-                               words[2 * i][2 * m + 1], words[2 * i + 1][2 * m + 1], two.x, two.y);
-          kalos_multiply_tiles(sums[i][2 * pair + 1], words[2 * i][2 * m],
-                               words[2 * i + 1][2 * m], words[2 * i][2 * m + 1],
-                               words[2 * i + 1][2 * m + 1], two.z, two.w);
+          kalos_multiply_tiles(sums[i][2 * pair], words[2 * i][0], words[2 * i + 1][0],
+                               words[2 * i][1], words[2 * i + 1][1], two.x, two.y);
+          kalos_multiply_tiles(sums[i][2 * pair + 1], words[2 * i][0], words[2 * i + 1][0],
+                               words[2 * i][1], words[2 * i + 1][1], two.z, two.w);
         }
       }
     }
@@ -356,28 +362,29 @@ struct recall_batch {
   __device__ __forceinline__ uint64_t look(const float (&sums)[2][2 * PAIRS][4],
                                            const score_terms& own, bool alive) const {
     const uint32_t lane = threadIdx.x % KALOS_WARP;
-    score_terms rows[4];
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t from = i * 8 + lane / 4;
-      rows[i].scale = __shfl_sync(KALOS_ALL_LANES, own.scale, from);
-      rows[i].error = __shfl_sync(KALOS_ALL_LANES, own.error, from);
-      rows[i].upper = __shfl_sync(KALOS_ALL_LANES, alive ? own.upper : -KALOS_INFINITY, from);
-    }
     uint32_t passed = 0;  // bit 2 * n + p: of query 8 * n + 2 * (lane % 4) + p
 #pragma unroll
-    for (uint32_t n = 0; n < 2 * PAIRS; ++n) {
-      if (PAIRS > 1 && n >= 2 * pairs) break;
+    for (uint32_t i = 0; i < 2; ++i) {
+      score_terms rows[2];  // rows g and g + 8 of 16
 #pragma unroll
-      for (uint32_t p = 0; p < 2; ++p) {
-        const query_state& state = states[n * 8 + lane % 4 * 2 + p];
-        const score_terms query = state.terms;
-        const float bound = score_of(*(const volatile uint32_t*)&state.bound);
-        bool any = false;
+      for (uint32_t j = 0; j < 2; ++j) {
+        const uint32_t from = i * 16 + j * 8 + lane / 4;
+        rows[j].scale = __shfl_sync(KALOS_ALL_LANES, own.scale, from);
+        rows[j].error = __shfl_sync(KALOS_ALL_LANES, own.error, from);
+        rows[j].upper = __shfl_sync(KALOS_ALL_LANES, alive ? own.upper : -KALOS_INFINITY, from);
+      }
 #pragma unroll
-        for (uint32_t i = 0; i < 4; ++i)
-          any |= !(upper_bound(sums[i / 2][n][i % 2 * 2 + p], rows[i], query) < bound);
-        passed |= (uint32_t)any << (2 * n + p);
+      for (uint32_t n = 0; n < 2 * PAIRS; ++n) {
+        if (PAIRS > 1 && n >= 2 * pairs) break;
+#pragma unroll
+        for (uint32_t p = 0; p < 2; ++p) {
+          const query_state& state = states[n * 8 + lane % 4 * 2 + p];
+          const score_terms query = state.terms;
+          const float bound = score_of(*(const volatile uint32_t*)&state.bound);
+          const bool any = !(upper_bound(sums[i][n][p], rows[0], query) < bound) ||
+                           !(upper_bound(sums[i][n][2 + p], rows[1], query) < bound);
+          passed |= (uint32_t)any << (2 * n + p);
+        }
       }
     }
     if (!__any_sync(KALOS_ALL_LANES, passed)) return 0;
@@ -418,9 +425,11 @@ struct recall_batch {
   __device__ __forceinline__ void keep_rows(const float (&sums)[2][2 * PAIRS][4], uint64_t passed,
                                             const score_terms& own, bool alive,
                                             uint32_t row) const {
+    const uint32_t start = threadIdx.x / KALOS_WARP * PAIRS;  // so that warps want other locks
     while (passed) {
-      const uint32_t q = __ffsll((long long)passed) - 1;
-      passed &= passed - 1;
+      const uint64_t ahead = passed >> start << start;
+      const uint32_t q = __ffsll((long long)(ahead ? ahead : passed)) - 1;
+      passed &= ~((uint64_t)1 << q);
       const float sum = own_sum(sums, q);
       query_state& state = states[q];
       const score_terms query = state.terms;
@@ -441,7 +450,7 @@ struct recall_batch {
   __device__ __forceinline__ void scan(warp_ring& ring, stream& tiles, uint32_t warp) const {
     const uint32_t lane = threadIdx.x % KALOS_WARP;
     const uint32_t steps = args.dim / stream::STEP;
-    // The query whose bound this lane follows, where the block has as many warps.
+    // The query whose bound of all blocks this lane follows.
     const uint32_t followed = threadIdx.x % (QUERIES < KALOS_WARP ? KALOS_WARP : QUERIES);
     uint32_t seen = 0;
     uint32_t stage = 0;
@@ -529,20 +538,18 @@ struct recall_batch {
   }
 
   // The best of all blocks' lists, which are sorted; by one warp. A bound comes first: the k-th of
-  // the lanes' best heads.
+  // the lanes' best scores.
   __device__ __forceinline__ void merge(uint32_t q) const {
     constexpr uint32_t TOGETHER = 4;
     const uint32_t lane = threadIdx.x % KALOS_WARP, blocks = gridDim.x;
     const unsigned long long* lists =
         (const unsigned long long*)args.lists + (uint64_t)(first + q) * args.k * blocks;
-    uint64_t head = 0;
+    uint32_t head = 0;
 #pragma unroll 4
-    for (uint32_t list = lane; list < blocks; list += KALOS_WARP) {
-      const uint64_t key = __ldcg(lists + list);
-      if (key > head) head = key;
-    }
-    uint64_t bound = __shfl_sync(KALOS_ALL_LANES, sort_warp(head), args.k - 1);
-    if (bound) --bound;
+    for (uint32_t list = lane; list < blocks; list += KALOS_WARP)
+      head = max(head, (uint32_t)(__ldcg(lists + list) >> 32));
+    const uint32_t kth = __shfl_sync(KALOS_ALL_LANES, sort_words(head), args.k - 1);
+    uint64_t bound = kth ? ((uint64_t)kth << 32) - 1 : 0;
     uint64_t best = 0;
     for (uint32_t rank = 0; rank < args.k; ++rank, lists += blocks) {
       bool any = false;
@@ -574,7 +581,7 @@ struct recall_batch {
     const uint32_t lane = threadIdx.x % KALOS_WARP, warp = threadIdx.x / KALOS_WARP;
     const uint32_t warps = blockDim.x / KALOS_WARP;
     warp_ring& ring = ((warp_ring*)(fragments + args.dim / 16 * pairs * KALOS_WARP))[warp];
-    stream tiles(args, warp, warps);
+    stream tiles(args, warp);
     for (uint32_t stage = 0; stage + 1 < KALOS_BATCH_STAGES; ++stage) tiles.ask(ring, stage);
     begin_states(warp, warps);
     __syncthreads();
@@ -599,14 +606,15 @@ struct recall_batch {
     kalos_publish(&((kalos_done*)args.done)->ticket, args.ticket);
   }
 };
-static_assert(KALOS_RECALL_MAX_QUERIES / KALOS_BATCH_FEW < KALOS_BATCH_COUNTERS, "groups' counters");
+static_assert(KALOS_RECALL_MAX_QUERIES / KALOS_BATCH_FEW < KALOS_BATCH_COUNTERS,
+              "groups' counters");
 static_assert(KALOS_BATCH_MAX_K <= KALOS_WARP, "lists are one key a lane");
 
-#define KALOS_BATCH_KERNEL(name, half, pairs)                                            \
-  extern "C" __global__ void __launch_bounds__(KALOS_BATCH_MAX_WARPS* KALOS_WARP, 1)     \
-      kalos_recall_batch_##name(const __grid_constant__ kalos_recall_batch_args args) {  \
-    extern __shared__ uint4 dynamic[];                                                   \
-    recall_batch<half, pairs>(args, dynamic).run();                                      \
+#define KALOS_BATCH_KERNEL(name, half, pairs)                                           \
+  extern "C" __global__ void __launch_bounds__(KALOS_BATCH_MAX_WARPS* KALOS_WARP, 1)    \
+      kalos_recall_batch_##name(const __grid_constant__ kalos_recall_batch_args args) { \
+    extern __shared__ uint4 batch_memory[];                                             \
+    recall_batch<half, pairs>(args, batch_memory).run();                                \
   }
 
 KALOS_BATCH_KERNEL(f32_few, false, 1)

@@ -3,6 +3,6 @@
 // others.
 #include "kalos_scan.cuh"
 
-KALOS_RECALL_KERNEL(f16_dot_few, true, false, false, 1, 4)
-KALOS_RECALL_KERNEL(f16_dot_many, true, false, true, 1, 4)
-KALOS_RECALL_KERNEL(f16_dot_batch, true, false, false, KALOS_RECALL_TOGETHER, 2)
+KALOS_RECALL_KERNEL(f16_dot_few, true, false, false, 1, 3)
+KALOS_RECALL_KERNEL(f16_dot_many, true, false, true, 1, 3)
+KALOS_RECALL_KERNEL(f16_dot_batch, true, false, false, KALOS_RECALL_TOGETHER, 1)

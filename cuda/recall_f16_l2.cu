@@ -3,6 +3,6 @@
 // others.
 #include "kalos_scan.cuh"
 
-KALOS_RECALL_KERNEL(f16_l2_few, true, true, false, 1, 4)
-KALOS_RECALL_KERNEL(f16_l2_many, true, true, true, 1, 4)
-KALOS_RECALL_KERNEL(f16_l2_batch, true, true, false, KALOS_RECALL_TOGETHER, 2)
+KALOS_RECALL_KERNEL(f16_l2_few, true, true, false, 1, 3)
+KALOS_RECALL_KERNEL(f16_l2_many, true, true, true, 1, 3)
+KALOS_RECALL_KERNEL(f16_l2_batch, true, true, false, KALOS_RECALL_TOGETHER, 1)

@@ -4,5 +4,5 @@
 #include "kalos_scan.cuh"
 
 KALOS_RECALL_KERNEL(f32_dot_few, false, false, false, 1, 4)
-KALOS_RECALL_KERNEL(f32_dot_many, false, false, true, 1, 4)
-KALOS_RECALL_KERNEL(f32_dot_batch, false, false, false, KALOS_RECALL_TOGETHER, 2)
+KALOS_RECALL_KERNEL(f32_dot_many, false, false, true, 1, 3)
+KALOS_RECALL_KERNEL(f32_dot_batch, false, false, false, KALOS_RECALL_TOGETHER, 1)

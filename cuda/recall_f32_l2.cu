@@ -4,5 +4,5 @@
 #include "kalos_scan.cuh"
 
 KALOS_RECALL_KERNEL(f32_l2_few, false, true, false, 1, 4)
-KALOS_RECALL_KERNEL(f32_l2_many, false, true, true, 1, 4)
-KALOS_RECALL_KERNEL(f32_l2_batch, false, true, false, KALOS_RECALL_TOGETHER, 2)
+KALOS_RECALL_KERNEL(f32_l2_many, false, true, true, 1, 3)
+KALOS_RECALL_KERNEL(f32_l2_batch, false, true, false, KALOS_RECALL_TOGETHER, 1)

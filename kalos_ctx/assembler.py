@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kalos_ctx import arguments, items
 from kalos_ctx._assembler import AssemblerCore
+from kalos_ctx._cpu_ops import MAX_HITS
 from kalos_ctx._gathering import Gatherer
 from kalos_ctx._window_parts import Head, Rules
 from kalos_ctx._windows import WindowPool
@@ -210,6 +211,20 @@ class ContextAssembler(AssemblerCore):
         DimensionMismatch, NonFiniteVector, UnknownField, SessionNotFound, InvalidArgument,
         InvalidType
         """
+        if (
+            type(query) is np.ndarray
+            and query.ndim == 1
+            and type(collections) is str
+            and type(top_k) is int
+            and 0 <= top_k <= MAX_HITS
+            and session is None
+            and min_score is None
+            and filters is None
+        ):
+            owner = b"" if tenant == "" else name_bytes(tenant, "tenant", empty=True)
+            names = (name_bytes(collections, "collections"),)
+            hits: Hits = self._recaller().passages(owner, names, query, top_k)[0]
+            return hits
         found = self._recaller().recall(
             query,
             tenant=name_bytes(tenant, "tenant", empty=True),
@@ -219,7 +234,7 @@ class ContextAssembler(AssemblerCore):
             min_score=_score(min_score),
             filters=filters,
         )
-        hits: Hits = found.hits
+        hits = found.hits
         return hits
 
     @property

@@ -156,6 +156,9 @@ def test_g16_deleted_rows_are_one_bit_on_the_device(memory, store, opened):
         rows.delete(row)
         assert memory.device.counts()["copies"] == before + 1
     rows.delete(200)  # not there yet
+    before = memory.device.counts()["copies"]
+    rows.update(newest(store))
+    assert memory.device.counts()["copies"] == before
     gone = [0, 31, 32, 63, 64, 199]
     assert dead_rows(memory, rows) == gone
     for row in (1, 130):
@@ -180,6 +183,30 @@ def test_rows_deleted_before_they_come_have_their_bit(memory, store, opened):
     found = on_device(memory, rows)
     assert np.flatnonzero(found.dead).tolist() == [69, 70, 130]
     assert found.factors[70] == 0
+
+
+def test_bits_of_rows_that_are_not_there_yet_are_not_taken(memory, store, opened):
+    """Such a row may have had another owner in a batch that was lost."""
+    store.add_passages("c", vectors(70, 8))
+    known = newest(store)
+    more = store.add_passages("c", vectors(20, 8, 1))
+    store.delete_passages("c", [int(more[5])])
+    rows = opened(store)
+    rows.load(known)
+    rows.update(known)
+    assert not memory.read(rows.dead, np.uint8, 16).any()
+    rows.update(newest(store))
+    assert dead_rows(memory, rows) == [75]
+
+
+def test_entries_behind_what_a_reader_had_mapped_are_found(memory, store, opened):
+    store.add_passages("c", vectors(1, 8), token_ids=[[1, 2, 3]])
+    with SessionStore.open(store.path, "r") as reader:
+        rows = opened(reader)
+        rows.load(newest(reader))
+        store.add_passages("c", vectors(5000, 8), token_ids=[[1, 2, 3]] * 5000)
+        rows.update(newest(reader))
+        assert (on_device(memory, rows).places["tokens"] == 3).all()
 
 
 def test_follower_brings_rows_while_a_writer_appends(memory, store, opened):

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,9 +187,7 @@ def hits_of(keys):
     count = next((i for i, key in enumerate(keys) if key == 0), len(keys))
     assert not any(keys[count:])
     words = [(~key & 0xFFFFFFFF, key >> 32) for key in keys[:count]]
-    return [
-        (row, word ^ 0x80000000 if word >> 31 else word ^ 0xFFFFFFFF) for row, word in words
-    ]
+    return [(row, word ^ 0x80000000 if word >> 31 else word ^ 0xFFFFFFFF) for row, word in words]
 
 
 def scope(*extents, min_score=-math.inf, allowed=None):
@@ -202,9 +199,7 @@ def scope(*extents, min_score=-math.inf, allowed=None):
 
 def wanted(rows, queries, metric, k, passing, min_score=-math.inf):
     factors = factors_of(rows) if metric == "cosine" else None
-    return [
-        best(scores(rows, query, metric, factors), passing, k, min_score) for query in queries
-    ]
+    return [best(scores(rows, query, metric, factors), passing, k, min_score) for query in queries]
 
 
 def check(launcher, rows, queries, metric, k, **options):

@@ -10,11 +10,29 @@ from kalos_ctx._lanes cimport DeviceBuffer, Lane, Lanes
 from kalos_ctx._store_scan cimport Scope, StoreScan
 from kalos_ctx._vectors cimport RowMap, Runs
 
+cdef extern from "kalos_launch.h" nogil:
+    ctypedef struct kalos_recall_extent:
+        uint32_t begin
+        uint32_t end
+
+    ctypedef struct kalos_recall_scope:
+        uint64_t allowed
+        uint32_t num_extents
+        float min_score
+        kalos_recall_extent* extents
+
+
+cdef enum Kind:
+    FEW
+    MANY
+    BATCH
+    KINDS
 
 # The rows of a scope as the device takes them: few extents, or a bitmap of its rows.
 cdef class DeviceScope:
     cdef Runs runs                  # whose it is: compared by identity
     cdef DeviceBuffer bitmap        # None: the extents say it all
+    cdef kalos_recall_scope scope   # min_score is the call's
     cdef uint32_t begin, end
 
 
@@ -24,11 +42,11 @@ cdef class DeviceScan(StoreScan):
     cdef DeviceRows resident        # rows of the generation that was scanned last
     cdef object progress            # called as progress(rows done, rows) while a store is loaded
     cdef dict scopes                # id(Runs) -> DeviceScope, oldest first
-    cdef readonly dict scans        # counts by kernel, and "cpu"
+    cdef DeviceScope last           # the scope used last: most calls ask for one
+    cdef kalos_cu_handle kernels[KINDS]     # for the store's rows and metric
+    cdef size_t allowed[KINDS]      # dynamic shared memory that a kernel may have, bytes
+    cdef uint64_t counts[KINDS + 1] # scans by kernel, and those that ran on the CPU
     cdef DeviceRows rows_for(self, RowMap rows)
     cdef DeviceScope scope_for(self, Runs runs, Lane lane)
-    cdef kalos_cu_handle kernel(self, str kind, size_t shared) except NULL
-    cdef list scan_on_cpu(self, Scope scope, Runs runs, object queries, uint32_t k,
-                          float min_score, list gone)
-    cdef int launch(self, Lane lane, DeviceRows rows, DeviceScope scope, Runs runs, object queries,
-                    uint32_t k, float min_score) except -1
+    cdef int launch(self, Lane lane, DeviceRows rows, DeviceScope scope, const float* queries,
+                    uint32_t n, uint32_t k, float min_score) except -1

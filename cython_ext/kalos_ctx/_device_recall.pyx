@@ -13,7 +13,7 @@ import numpy as np
 
 from kalos_ctx._cpu_ops cimport KALOS_METRIC_L2, kalos_hit
 from kalos_ctx._device cimport (
-    Device, kalos_gpu_launch_2d, kalos_gpu_to_device,
+    Device, kalos_gpu_enter, kalos_gpu_launch_2d, kalos_gpu_leave, kalos_gpu_to_device,
 )
 from kalos_ctx._device_rows cimport DeviceRows, device_rows
 from kalos_ctx._driver cimport cu_check, kalos_cu_handle, kalos_cu_result
@@ -31,16 +31,6 @@ cdef extern from "kalos_launch.h" nogil:
         KALOS_RECALL_INLINE
         KALOS_RECALL_FEW
         KALOS_RECALL_TOGETHER
-
-    ctypedef struct kalos_recall_extent:
-        uint32_t begin
-        uint32_t end
-
-    ctypedef struct kalos_recall_scope:
-        uint64_t allowed
-        uint32_t num_extents
-        float min_score
-        kalos_recall_extent* extents
 
     ctypedef struct kalos_recall_args:
         uint64_t rows
@@ -66,10 +56,19 @@ cdef extern from "kalos_launch.h" nogil:
 cdef extern from "_keys.h" nogil:
     void kalos_hit_of_key(uint64_t key, kalos_hit* hit)
 
+cdef extern from *:
+    """
+    #define KALOS_RECALL_ARGS_HEAD offsetof(kalos_recall_args, scope)
+    """
+    const size_t KALOS_RECALL_ARGS_HEAD
+
 cdef enum:
     SCOPES_KEPT = 256
+    SHARED_NBYTES = 32768           # dynamic shared memory that every kernel may have
     MAX_DYNAMIC_SHARED = 8          # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     LISTS_NBYTES = 64 << 20         # scratch for lists: more blocks than fit it are not launched
+
+KIND_NAMES = ("few", "many", "batch", "cpu")
 
 
 cdef class DeviceScope:
@@ -94,8 +93,17 @@ cdef class DeviceScan(StoreScan):
         self.lanes = Lanes(device)
         self.progress = progress
         self.scopes = {}
-        self.scans = {}
         self.together = KALOS_RECALL_MAX_QUERIES
+
+    @property
+    def cpu_scans(self):
+        """How many scans ran on the CPU."""
+        return self.counts[<int>KINDS]
+
+    @property
+    def scans(self):
+        """How many scans each kernel made, and how many ran on the CPU."""
+        return {name: self.counts[kind] for kind, name in enumerate(KIND_NAMES)}
 
     def close(self):
         """Give the rows' memory back. Nothing may be in flight."""
@@ -103,6 +111,7 @@ cdef class DeviceScan(StoreScan):
             self.resident.close()
             self.resident = None
         self.scopes.clear()
+        self.last = None
 
     # ---- What a launch needs --------------------------------------------------------------------
 
@@ -117,22 +126,45 @@ cdef class DeviceScan(StoreScan):
                     resident.load(rows, self.progress)
                     self.resident = resident  # what scans of the former rows still hold stays
                     self.scopes.clear()
+                    self.last = None
+                    self.find_kernels(resident)
         resident.follow(rows, NULL)
         return resident
 
     cdef DeviceScope scope_for(self, Runs runs, Lane lane):
         """The extents of few runs are a parameter; many runs become a bitmap, which is kept."""
-        cdef DeviceScope scope = self.scopes.get(id(runs))
-        cdef Py_ssize_t n = runs.c_spans.shape[0]
+        cdef DeviceScope scope = self.last
+        cdef Py_ssize_t i, n = runs.c_spans.shape[0]
         if scope is not None and scope.runs is runs:
+            return scope
+        scope = self.scopes.get(id(runs))
+        if scope is not None and scope.runs is runs:
+            self.last = scope
             return scope
         scope = DeviceScope.__new__(DeviceScope)
         scope.runs = runs
         scope.begin = <uint32_t>runs.c_spans[0, 0]
         scope.end = <uint32_t>(runs.c_spans[n - 1, 0] + runs.c_spans[n - 1, 1])
         if n <= <Py_ssize_t>KALOS_RECALL_EXTENTS:
-            return scope
-        marks = np.zeros((scope.end + 63) // 32 * 32 + 1, np.int8)
+            scope.scope.num_extents = <uint32_t>n
+            for i in range(n):
+                scope.scope.extents[i].begin = <uint32_t>runs.c_spans[i, 0]
+                scope.scope.extents[i].end = <uint32_t>(runs.c_spans[i, 0] + runs.c_spans[i, 1])
+        else:
+            scope.scope.num_extents = 1
+            scope.scope.extents[0].begin, scope.scope.extents[0].end = scope.begin, scope.end
+            self.fill_bitmap(scope, lane)
+            scope.scope.allowed = scope.bitmap.data
+            while len(self.scopes) >= SCOPES_KEPT:
+                del self.scopes[next(iter(self.scopes))]
+            self.scopes[id(runs)] = scope
+        self.last = scope
+        return scope
+
+    def fill_bitmap(self, DeviceScope scope not None, Lane lane not None):
+        """Bring the rows of a scope's runs to the device, one bit a row."""
+        runs = scope.runs
+        marks = np.zeros((scope.end + 63) // 32 * 32, np.int8)
         np.add.at(marks, runs.spans[:, 0].astype(np.int64), 1)
         np.add.at(marks, (runs.spans[:, 0] + runs.spans[:, 1]).astype(np.int64), -1)
         bits = np.packbits(np.cumsum(marks, dtype=np.int8).view(np.bool_), bitorder="little")
@@ -146,116 +178,96 @@ cdef class DeviceScan(StoreScan):
         self.device.leave()
         cu_check(code, "copy a scope")
         self.device.synchronize(lane.stream)
-        while len(self.scopes) >= SCOPES_KEPT:
-            del self.scopes[next(iter(self.scopes))]
-        self.scopes[id(runs)] = scope
-        return scope
 
-    cdef kalos_cu_handle kernel(self, str kind, size_t shared) except NULL:
-        cdef kalos_cu_handle function = self.device.function(kind)
-        self.scans[kind] = self.scans.get(kind, 0) + 1
-        if shared > 32768:
-            self.device.enter()
-            code = self.device.driver.function_set(function, MAX_DYNAMIC_SHARED, <int>shared)
-            self.device.leave()
-            cu_check(code, "give a kernel its shared memory")
-        return function
+    def find_kernels(self, DeviceRows rows not None):
+        """Look the kernels up for the store's rows and metric."""
+        cdef int kind
+        name = "f16" if rows.half else "f32"
+        name += "_l2" if self.metric == KALOS_METRIC_L2 else "_dot"
+        for kind in range(<int>KINDS):
+            self.kernels[kind] = self.device.function(f"kalos_recall_{name}_{KIND_NAMES[kind]}")
+            self.allowed[kind] = SHARED_NBYTES
 
     # ---- The scan -------------------------------------------------------------------------------
 
-    cdef list scan(self, Scope scope, Runs runs, object queries, uint32_t k, float min_score,
-                   list gone):
+    cdef int scan_hits(self, Scope scope, Runs runs, const float* queries, uint32_t num_queries,
+                       uint32_t k, float min_score, kalos_hit* hits, uint32_t* counts) except -1:
         cdef DeviceRows rows
         cdef Lane lane
-        cdef kalos_hit* hits
         cdef uint64_t* keys
-        cdef uint32_t q, i, count
-        cdef list out = []
+        cdef uint32_t q, i
         if runs.ids is not None:
             # IDs that do not ascend with rows order ties otherwise than a key does.
-            self.scans["cpu"] = self.scans.get("cpu", 0) + 1
-            return self.scan_on_cpu(scope, runs, queries, k, min_score, gone)
-        k = <uint32_t>min(<uint64_t>k, runs.num_rows)
+            self.counts[<int>KINDS] += 1
+            return StoreScan.scan_hits(
+                self, scope, runs, queries, num_queries, k, min_score, hits, counts)
         rows = self.rows_for(scope.rows)
         lane = self.lanes.take()
         try:
-            self.launch(lane, rows, self.scope_for(runs, lane), runs, queries, k, min_score)
-            found = np.empty(k, np.dtype([("score", "f4"), ("row", "u4"), ("id", "u8")]))
-            hits = <kalos_hit*><size_t>found.ctypes.data
+            self.launch(lane, rows, self.scope_for(runs, lane), queries, num_queries, k, min_score)
             keys = <uint64_t*>lane.host.data
-            for q in range(<uint32_t>queries.shape[0]):
-                count = 0
+            for q in range(num_queries):
                 for i in range(k):
-                    if keys[<uint64_t>q * k + i] == 0:
+                    if keys[0] == 0:
                         break
-                    kalos_hit_of_key(keys[<uint64_t>q * k + i], &hits[i])
-                    count += 1
-                out.append(self.named(scope, runs, hits, count, gone))
+                    kalos_hit_of_key(keys[0], &hits[i])
+                    keys += 1
+                else:
+                    i = k
+                counts[q] = i
+                keys = <uint64_t*>lane.host.data + <size_t>(q + 1) * k
+                hits += k
         finally:
             self.lanes.give(lane)
-        if gone:
-            rows.follow_dead(scope.rows, NULL)
-        return out
+        return 0
 
-    cdef list scan_on_cpu(self, Scope scope, Runs runs, object queries, uint32_t k,
-                          float min_score, list gone):
-        cdef list out = []
-        for at in range(0, queries.shape[0], 8):
-            out.extend(StoreScan.scan(self, scope, runs, queries[at : at + 8], k, min_score, gone))
-        return out
+    cdef int rows_gone(self, Scope scope) except -1:
+        return self.resident.follow_dead(scope.rows, NULL)
 
-    cdef int launch(self, Lane lane, DeviceRows rows, DeviceScope scope, Runs runs, object queries,
-                    uint32_t k, float min_score) except -1:
+    cdef int launch(self, Lane lane, DeviceRows rows, DeviceScope scope, const float* queries,
+                    uint32_t n, uint32_t k, float min_score) except -1:
         """Scan and wait: keys of hits stand at the beginning of the lane's pinned memory."""
         cdef kalos_recall_args args
         cdef kalos_recall_scope* each
-        cdef const float[:, ::1] values = queries
-        cdef uint32_t n = <uint32_t>values.shape[0], dim = rows.dim_padded, together = 1, q, i
-        cdef uint32_t blocks, a_block, block_rows = 128 if rows.half else 64
+        cdef uint32_t dim = rows.dim_padded, together = 1, q, a_block = 3 if rows.half else 4
+        cdef uint32_t blocks, block_rows = 128 if rows.half else 64
         cdef size_t hits_nbytes = (<size_t>n * k * 8 + 63) // 64 * 64
         cdef size_t queries_nbytes = (<size_t>n * dim * 4 + 63) // 64 * 64
-        cdef size_t asked = queries_nbytes + n * sizeof(kalos_recall_scope)
-        cdef kalos_cu_handle function
+        cdef size_t asked = queries_nbytes + n * sizeof(kalos_recall_scope), shared
+        cdef int kind = FEW
         cdef kalos_cu_result code
-        cdef str kind = "f16_" if rows.half else "f32_"
-        kind = "kalos_recall_" + kind + ("l2_" if self.metric == KALOS_METRIC_L2 else "dot_")
         if k > KALOS_RECALL_FEW:
-            kind, a_block = kind + "many", 4
+            kind, a_block = MANY, 3
         elif n > 1:
-            kind, a_block, together = kind + "batch", 2, KALOS_RECALL_TOGETHER
-        else:
-            kind, a_block = kind + "few", 4
-        function = self.kernel(kind, together * dim * 4)
+            kind, a_block, together = BATCH, 1, KALOS_RECALL_TOGETHER
+        shared = <size_t>together * dim * 4
+        self.counts[kind] += 1
         blocks = (scope.end - scope.begin + block_rows - 1) // block_rows
         blocks = min(blocks, <uint32_t>self.device.num_multiprocessors * a_block)
         blocks = max(<uint32_t>1, min(blocks, <uint32_t>(LISTS_NBYTES // (<size_t>n * k * 8))))
         lane.host.reserve(hits_nbytes + asked)
         lane.scratch.reserve(<size_t>n * blocks * k * 8 + asked)
         lane.counters.reserve((n + 1) * 4)
-        memset(&args, 0, sizeof(args))
+        memset(&args, 0, KALOS_RECALL_ARGS_HEAD)
         args.rows, args.factors, args.dead = rows.base, rows.factors, rows.dead
         args.lists, args.counters = lane.scratch.data + asked, lane.counters.data
         args.hits, args.done = lane.host.mapped, lane.done_mapped
         args.stride_nbytes, args.dim, args.metric = rows.stride_nbytes, dim, self.metric
         args.num_queries, args.k = n, k
         args.begin, args.end = scope.begin, scope.end
+        args.scope = scope.scope
         args.scope.min_score = min_score
-        if scope.bitmap is not None:
-            args.scope.allowed = scope.bitmap.data
-            args.scope.num_extents = 1
-            args.scope.extents[0].begin, args.scope.extents[0].end = scope.begin, scope.end
-        else:
-            args.scope.num_extents = <uint32_t>runs.c_spans.shape[0]
-            for i in range(args.scope.num_extents):
-                args.scope.extents[i].begin = <uint32_t>runs.c_spans[i, 0]
-                args.scope.extents[i].end = <uint32_t>(runs.c_spans[i, 0] + runs.c_spans[i, 1])
         args.ticket = lane.next_ticket()
-        self.device.enter()
-        code = 0
+        code = kalos_gpu_enter(self.device.h_gpu)
+        cu_check(code, "recall")
+        if shared > self.allowed[kind]:
+            code = self.device.driver.function_set(
+                self.kernels[kind], MAX_DYNAMIC_SHARED, <int>shared)
+            self.allowed[kind] = shared
         if n == 1 and dim <= KALOS_RECALL_INLINE:
-            memcpy(args.query, &values[0, 0], dim * 4)
-        else:
-            memcpy(lane.host.data + hits_nbytes, &values[0, 0], <size_t>n * dim * 4)
+            memcpy(args.query, queries, dim * 4)
+        elif code == 0:
+            memcpy(lane.host.data + hits_nbytes, queries, <size_t>n * dim * 4)
             each = <kalos_recall_scope*>(lane.host.data + hits_nbytes + queries_nbytes)
             for q in range(n):
                 each[q] = args.scope
@@ -264,9 +276,9 @@ cdef class DeviceScan(StoreScan):
             args.queries, args.scopes = lane.scratch.data, lane.scratch.data + queries_nbytes
         if code == 0:
             code = kalos_gpu_launch_2d(
-                self.device.h_gpu, function, blocks, (n + together - 1) // together,
-                KALOS_RECALL_BLOCK, together * dim * 4, lane.stream, &args)
-        self.device.leave()
+                self.device.h_gpu, self.kernels[kind], blocks, (n + together - 1) // together,
+                KALOS_RECALL_BLOCK, <unsigned int>shared, lane.stream, &args)
+        kalos_gpu_leave(self.device.h_gpu)
         cu_check(code, "recall")
         try:
             lane.wait()

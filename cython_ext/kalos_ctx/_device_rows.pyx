@@ -215,9 +215,10 @@ cdef class DeviceRows:
     cdef int follow(self, RowMap rows, kalos_cu_handle stream) except -1:
         """Bring over what `rows` has and the device has not.
 
-        The copies are enqueued on `stream` and waited for, so that launches on any stream see
-        them. Where there is nothing to bring, the call takes no lock and does not ask the driver.
-        On an error `num_rows` stays, and where memory is short everything else too.
+        The copies are enqueued on `stream` (NULL: one of the rows' own, which waits for no other)
+        and waited for, so that launches on any stream see them. Where there is nothing to bring,
+        the call takes no lock and does not ask the driver. On an error `num_rows` stays, and where
+        memory is short everything else too.
 
         Raises
         ------
@@ -227,6 +228,8 @@ cdef class DeviceRows:
         """
         if rows.num_rows <= self.num_rows and rows.index is self.index and not self.closed:
             return 0
+        if stream == NULL:
+            stream = self.stream
         with self.lock:
             self.belongs(rows)
             if rows.num_rows > self.num_rows:
@@ -242,6 +245,8 @@ cdef class DeviceRows:
         """
         cdef uint64_t num_rows, first, stop
         cdef kalos_cu_result code
+        if stream == NULL:
+            stream = self.stream
         with self.lock:
             self.belongs(rows)
             num_rows = min(rows.num_rows, self.num_rows)
@@ -391,8 +396,8 @@ cdef class DeviceRows:
         ------
         StoreMoved, MemoryError, DeviceError, StoreClosed
         """
-        self.follow(rows, self.stream)
-        self.follow_dead(rows, self.stream)
+        self.follow(rows, NULL)
+        self.follow_dead(rows, NULL)
 
     def delete(self, uint64_t row):
         """Mark a row as deleted.
@@ -485,7 +490,7 @@ cdef class DeviceRows:
     def bring_newest(self, RowMap rows not None):
         """As the follower does; whether there were new rows."""
         cdef uint64_t before = self.num_rows
-        self.follow(rows, self.stream)
+        self.follow(rows, NULL)
         return self.num_rows > before
 
     def close(self):

@@ -29,9 +29,14 @@ cdef class StoreScan:
     cdef Scope scope_of(self, Index index, uint32_t kind, bytes tenant, tuple names)
     cdef Runs together_runs(self, Index index, tuple parts)
     cdef Runs with_ids(self, Index index, Runs runs)
-    # The best of up to `together` prepared queries (N, padded dim); rows deleted meanwhile go to
-    # `gone`. Lists as `named` makes them, one a query.
     cdef list scan(self, Scope scope, Runs runs, object queries, uint32_t k, float min_score,
                    list gone)
+    # The best rows for prepared queries [num_queries][padded dim], num_queries <= together.
+    cdef int scan_hits(self, Scope scope, Runs runs, const float* queries, uint32_t num_queries,
+                       uint32_t k, float min_score, kalos_hit* hits, uint32_t* counts) except -1
+    # Called when a scan gave rows that are deleted, before it is done again.
+    cdef int rows_gone(self, Scope scope) except -1
+    cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count,
+                       list gone)
     cdef list named(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count, list gone)
     cdef bint still_there(self, Scope scope) except -1

@@ -5,6 +5,9 @@ come back as hits: an entry is marked before its row is touched, each hit's entr
 scan, and where one is marked the scan is done again without it.
 """
 
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
@@ -158,18 +161,24 @@ cdef class StoreScan:
 
     cdef tuple prepare_one(self, object query):
         """As `prepare`, for a query that needs no conversion."""
-        cdef const float[::1] values = query
-        cdef float[:, ::1] out
-        cdef uint64_t dim = values.shape[0]
+        cdef Py_buffer given, made
+        cdef uint64_t dim
         cdef int64_t status
         self.reader.enter()
         known = self.reader.control.state.vector_dim
-        if dim == 0 or (known and dim != known):
-            raise DimensionMismatch(
-                f"query must have {known or 'at least 1'} dimensions (got {dim})")
-        prepared = np.empty((1, KALOS_PADDED_DIM(dim)), FLOAT32)
-        out = prepared
-        status = c_prepare_query(&values[0], dim, self.metric, &out[0, 0])
+        # Plain buffers: a typed view of each would cost as much as all the rest.
+        PyObject_GetBuffer(query, &given, PyBUF_SIMPLE)
+        try:
+            dim = given.len // 4
+            if dim == 0 or (known and dim != known):
+                raise DimensionMismatch(
+                    f"query must have {known or 'at least 1'} dimensions (got {dim})")
+            prepared = np.empty((1, KALOS_PADDED_DIM(dim)), FLOAT32)
+            PyObject_GetBuffer(prepared, &made, PyBUF_WRITABLE)
+            status = c_prepare_query(<const float*>given.buf, dim, self.metric, <float*>made.buf)
+            PyBuffer_Release(&made)
+        finally:
+            PyBuffer_Release(&given)
         if status >= 0:
             raise NonFiniteVector(f"query must be finite (index {status} is not)")
         return prepared, [0] if status == KALOS_QUERY_ZERO else []
@@ -195,28 +204,81 @@ cdef class StoreScan:
         As `prepare` and `collections`.
         """
         cdef Scope scope
-        cdef list found, hits
-        cdef uint64_t[::1] ids
-        cdef float[::1] scores
-        cdef Py_ssize_t i, n
+        cdef Runs runs
+        cdef Py_buffer values
+        cdef kalos_hit* hits
+        cdef uint32_t count = 0, most
         prepared, zero = self.prepare(query)
         while True:
             generation = self.reader.generation
             scope = self.settled(KALOS_SLOT_COLLECTION, tenant, names)
-            found = self.best(scope, scope.runs, prepared, zero, k, min_score)
-            if found is not None and generation == self.reader.generation:
-                break
-        hits = found[0]
-        n = len(hits)
-        all_ids, all_scores = np.empty(n, UINT64), np.empty(n, FLOAT32)
-        ids, scores = all_ids, all_scores
-        places, owners = [], []
-        for i in range(n):
-            score, entry_id, slot, seq, owner = hits[i]
-            scores[i], ids[i] = score, entry_id
-            places.append((slot, seq, False))
-            owners.append(owner)
-        return all_ids, all_scores, places, owners, scope, zero, generation
+            runs = scope.runs
+            while True:
+                gone = []
+                count, most = 0, <uint32_t>min(<uint64_t>k, runs.num_rows)
+                hits = <kalos_hit*>malloc((most + 1) * sizeof(kalos_hit))
+                if hits == NULL:
+                    raise MemoryError()
+                try:
+                    if most and not zero:
+                        PyObject_GetBuffer(prepared, &values, PyBUF_SIMPLE)
+                        try:
+                            self.scan_hits(scope, runs, <const float*>values.buf, 1, most,
+                                           min_score, hits, &count)
+                        finally:
+                            PyBuffer_Release(&values)
+                    found = self.entries(scope, runs, hits, count, gone)
+                finally:
+                    free(hits)
+                if not gone:
+                    break
+                self.rows_gone(scope)
+                runs = runs.without(set(gone))
+            if self.still_there(scope) and generation == self.reader.generation:
+                return (*found, scope, zero, generation)
+
+    cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count,
+                       list gone):
+        """IDs, scores, places and owners of a scan's hits, each entry read and checked."""
+        cdef EntryTable table
+        cdef kalos_entry entry
+        cdef Index index = scope.rows.index
+        cdef uint32_t i, owner = 0, seq = 0
+        cdef int64_t opened = -1
+        cdef Py_buffer ids, scores
+        cdef list places = [], owners = []
+        cdef uint64_t number
+        all_ids, all_scores = np.empty(count, UINT64), np.empty(count, FLOAT32)
+        PyObject_GetBuffer(all_ids, &ids, PyBUF_WRITABLE)
+        PyObject_GetBuffer(all_scores, &scores, PyBUF_WRITABLE)
+        try:
+            for i in range(count):
+                if not runs.locate(hits[i].row, &owner, &seq):
+                    raise AssertionError("a scan left its scope")
+                if opened != owner:
+                    if opened >= 0:
+                        table_clear(&table)
+                    opened = -1
+                    index.open_table(runs.slots[owner], &table)
+                    opened = owner
+                if seq >= table.image.num_entries:  # a rollback
+                    gone.append(hits[i].row)
+                    continue
+                read_entry(index, &table, seq, &entry)
+                if entry.vector_row != hits[i].row + 1 or entry.flags & KALOS_ENTRY_DEAD \
+                        or scope.rows.is_dead(hits[i].row):
+                    gone.append(hits[i].row)
+                    continue
+                number = seq if scope.turns else entry.sum
+                (<uint64_t*>ids.buf)[i], (<float*>scores.buf)[i] = number, hits[i].score
+                places.append((table.slot_off, seq, scope.turns))
+                owners.append(owner)
+        finally:
+            PyBuffer_Release(&ids)
+            PyBuffer_Release(&scores)
+            if opened >= 0:
+                table_clear(&table)
+        return all_ids, all_scores, places, owners
 
     def collections(self, bytes tenant not None, tuple names not None):
         """The scope of a tenant's collections; those that do not exist have no rows.
@@ -348,19 +410,36 @@ cdef class StoreScan:
                 return None
             if not gone:
                 return out
+            self.rows_gone(scope)
             runs = runs.without(set(gone))
 
     cdef list scan(self, Scope scope, Runs runs, object queries, uint32_t k, float min_score,
                    list gone):
-        """Hits of up to KALOS_MAX_QUERIES queries; rows deleted meanwhile go to `gone`."""
+        """Entries of the hits of up to `together` queries; rows deleted meanwhile go to `gone`."""
+        cdef const float[:, ::1] values = queries
+        cdef uint32_t q, n = <uint32_t>values.shape[0]
+        cdef uint32_t* counts
+        cdef kalos_hit* hits
+        k = <uint32_t>min(<uint64_t>k, runs.num_rows)
+        hits = <kalos_hit*>malloc(n * (k * sizeof(kalos_hit) + sizeof(uint32_t)))
+        if hits == NULL:
+            raise MemoryError()
+        counts = <uint32_t*>(hits + <size_t>n * k)
+        try:
+            self.scan_hits(scope, runs, &values[0, 0], n, k, min_score, hits, counts)
+            return [self.named(scope, runs, hits + <uint64_t>q * k, counts[q], gone)
+                    for q in range(n)]
+        finally:
+            free(hits)
+
+    cdef int scan_hits(self, Scope scope, Runs runs, const float* queries, uint32_t num_queries,
+                       uint32_t k, float min_score, kalos_hit* hits, uint32_t* counts) except -1:
+        """The best rows: hits [num_queries][k], counts [num_queries]."""
         cdef kalos_scan scan
         cdef RowMap rows = scope.rows
-        cdef const float[:, ::1] values = queries
         cdef const uint64_t[::1] ids
-        cdef uint32_t counts[KALOS_MAX_QUERIES]
-        cdef kalos_hit* hits
         cdef int status
-        cdef uint32_t q
+        cdef uint32_t at, padded = <uint32_t>KALOS_PADDED_DIM(rows.dim)
         scan.rows.segments = rows.segments
         scan.rows.factors = rows.factors
         scan.rows.rows_per_segment = rows.rows_per_segment
@@ -376,58 +455,32 @@ cdef class StoreScan:
         if runs.ids is not None:
             ids = runs.ids
             scan.ids = &ids[0]
-        scan.queries = &values[0, 0]
-        scan.num_queries = <uint32_t>values.shape[0]
-        scan.k = <uint32_t>min(<uint64_t>k, runs.num_rows)
+        scan.k = k
         scan.metric = self.metric
         scan.min_score = min_score
         scan.threads = 0
         scan.level = KALOS_LEVEL_AUTO
-        hits = <kalos_hit*>malloc(scan.num_queries * scan.k * sizeof(kalos_hit))
-        if hits == NULL:
-            raise MemoryError()
-        try:
+        for at in range(0, num_queries, KALOS_MAX_QUERIES):
+            scan.queries = queries + <size_t>at * padded
+            scan.num_queries = min(num_queries - at, <uint32_t>KALOS_MAX_QUERIES)
             with nogil:
-                status = c_topk(&scan, hits, counts)
+                status = c_topk(&scan, hits + <size_t>at * k, counts + at)
             if status != 0:
                 raise MemoryError("recall found no memory for its lists")
-            return [self.named(scope, runs, hits + <uint64_t>q * scan.k, counts[q], gone)
-                    for q in range(scan.num_queries)]
-        finally:
-            free(hits)
+        return 0
+
+    cdef int rows_gone(self, Scope scope) except -1:
+        """Rows were found deleted whose bits a scan may not have seen; here it has."""
+        return 0
 
     cdef list named(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count, list gone):
-        """The entries of hits, read and checked."""
-        cdef EntryTable table
-        cdef kalos_entry entry
-        cdef Index index = scope.rows.index
-        cdef uint32_t i, owner = 0, seq = 0
-        cdef int64_t opened = -1
-        out = []
-        try:
-            for i in range(count):
-                if not runs.locate(hits[i].row, &owner, &seq):
-                    raise AssertionError("a scan left its scope")
-                if opened != owner:
-                    if opened >= 0:
-                        table_clear(&table)
-                    opened = -1
-                    index.open_table(runs.slots[owner], &table)
-                    opened = owner
-                if seq >= table.image.num_entries:  # a rollback
-                    gone.append(hits[i].row)
-                    continue
-                read_entry(index, &table, seq, &entry)
-                if entry.vector_row != hits[i].row + 1 or entry.flags & KALOS_ENTRY_DEAD \
-                        or scope.rows.is_dead(hits[i].row):
-                    gone.append(hits[i].row)
-                    continue
-                out.append((hits[i].score, seq if scope.turns else entry.sum, table.slot_off, seq,
-                            owner))
-        finally:
-            if opened >= 0:
-                table_clear(&table)
-        return out
+        """(score, ID, slot offset, seq, owner) of hits."""
+        cdef Py_ssize_t before = len(gone)
+        ids, scores, places, owners = self.entries(scope, runs, hits, count, gone)
+        if len(gone) != before:
+            return []  # the scan is done again
+        return [(score, number, place[0], place[1], owner) for score, number, place, owner
+                in zip(scores.tolist(), ids.tolist(), places, owners)]
 
     cdef bint still_there(self, Scope scope) except -1:
         """Whether no slot of the scope was erased and the store did not move meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -127,7 +128,7 @@ class CpuBackend:
         if as_of is not None:
             as_of = arguments.whole(as_of, "as_of")
         if session is None and wanted is None and type(query) is np.ndarray and query.ndim == 1:
-            return self._passages(tenant, names, query, k, bound)
+            return Recalled(*self.passages(tenant, names, query, k, bound))
         prepared, zero = self._scan.prepare(query)
         while True:
             generation = self._core.generation
@@ -151,22 +152,47 @@ class CpuBackend:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _passages(
-        self, tenant: bytes, names: tuple[bytes, ...], query: ArrayLike, k: int, bound: float
-    ) -> Recalled:
-        """The most frequent recall, one query without a filter, in few steps."""
+    def passages(
+        self,
+        tenant: bytes,
+        names: tuple[bytes, ...],
+        query: NDArray[Any],
+        k: int,
+        bound: float = -math.inf,
+    ) -> tuple[Hits, list[tuple[int, int, bool]], int]:
+        """Find passages for one query without a filter: the most frequent recall, in few steps.
+
+        Parameters
+        ----------
+        tenant : bytes
+        names : tuple of bytes
+            Collections, each once.
+        query : array of shape (D,)
+        k : int
+            0 to 1,024.
+        bound : float
+            Least score.
+
+        Returns
+        -------
+        hits, places, generation
+            As `Recalled` has them.
+        """
         ids, scores, places, owners, scope, zero, generation = self._scan.passages(
             tenant, names, query, k, bound
         )
-        labels = [arguments.name_out(name) for name in scope.names]
-        found = Hits(
-            ids=ids,
-            scores=scores,
-            counts=np.array((len(ids),), np.int64),
-            sources=cast("tuple[str, ...]", tuple([labels[owner] for owner in owners])),
-            reason="zero_query" if zero else None,
-        )
-        return Recalled(found, places, generation)
+        count = len(places)
+        found = scope.names
+        if len(found) == 1:
+            sources = (arguments.name_out(found[0]),) * count
+        else:
+            labels = [arguments.name_out(name) for name in found]
+            sources = tuple([labels[owner] for owner in owners])
+        counts = np.empty(1, np.int64)
+        counts[0] = count
+        reason = "zero_query" if zero else None
+        hits = Hits(ids, scores, counts, cast("tuple[str, ...]", sources), reason)
+        return hits, places, generation
 
     def _scopes(
         self,

@@ -101,10 +101,9 @@ class CudaBackend(CpuBackend):
 
     def recall(self, query: Any, **options: Any) -> Recalled:
         """Find the rows that score best; as `CpuBackend.recall`."""
-        scans = self._scan.scans
-        before = scans.get("cpu", 0)
+        before = self._scan.cpu_scans
         found = super().recall(query, **options)
-        if scans.get("cpu", 0) != before:
+        if self._scan.cpu_scans != before:
             return replace(found, path="cpu_recall")
         return found
 

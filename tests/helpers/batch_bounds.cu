@@ -19,26 +19,24 @@ __device__ __forceinline__ void bounds_of_tile(const test_bounds_args& args, uin
     for (uint32_t n = 0; n < 2; ++n)
       if (n * 8 + g == q) norms[n] = norm_within(norm);
   }
-  uint4 loads[2];
   for (uint32_t at = 0; at < args.dim * (HALF ? 2 : 4); at += 64) {
-    uint32_t words[2][2 * MULTIPLIES];
-    for (uint32_t i = 0; i < 2; ++i) {
-      const uint64_t row = tile + g + 8 * i;
-      loads[i] = {0, 0, 0, 0};
-      if (row < args.num_rows)
-        loads[i] = *(const uint4*)(args.rows + row * args.dim * (HALF ? 2 : 4) + at + t * 16);
-      row_words<HALF>(loads[i], scale_word<HALF>(args.metric, row < args.num_rows ? lengths[row] : 0),
-                      words[i]);
-    }
     for (uint32_t m = 0; m < MULTIPLIES; ++m) {
+      uint32_t words[2][2] = {};
+      for (uint32_t i = 0; i < 2; ++i) {
+        const uint64_t row = tile + g + 8 * i;
+        if (row >= args.num_rows) continue;
+        const uint64_t from = args.rows + row * args.dim * (HALF ? 2 : 4) + at + t * 16;
+        row_words<HALF>((const uint4*)from, m, scale_word<HALF>(args.metric, lengths[row]),
+                        words[i]);
+      }
       for (uint32_t n = 0; n < 2; ++n) {
         const uint32_t q = n * 8 + g;
         uint32_t query[2];
         query_words<HALF>(
             q < args.num_queries ? (const float*)args.queries + q * args.dim : nullptr,
             at / 64 * MULTIPLIES + m, t, norms[n], query);
-        kalos_multiply_tiles(sums[n], words[0][2 * m], words[1][2 * m], words[0][2 * m + 1],
-                             words[1][2 * m + 1], query[0], query[1]);
+        kalos_multiply_tiles(sums[n], words[0][0], words[1][0], words[0][1], words[1][1], query[0],
+                             query[1]);
       }
     }
   }

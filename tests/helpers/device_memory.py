@@ -17,14 +17,17 @@ FOLDER = Path(tempfile.gettempdir()) / f"kalos-emulated-cuda-{os.getuid()}"
 
 
 def stand_in() -> ctypes.CDLL | None:
-    """Load the stand-in driver unless a GPU's driver is there or it is loaded already."""
+    """Load the stand-in driver, once a process; None where a GPU's driver is there."""
     try:
         require_gpu()
     except NoGpuError:
-        return emulated_cuda.install(FOLDER)
-    loaded = ctypes.CDLL("libcuda.so.1")
-    if not hasattr(loaded, "kalos_fake_problems"):
+        pass
+    else:
         return None
+    try:  # a second copy, of sources that changed since, would know nothing of the first
+        loaded = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return emulated_cuda.install(FOLDER)
     loaded.kalos_fake_problems.restype = ctypes.c_uint64
     loaded.kalos_fake_live_memory.restype = ctypes.c_uint64
     return loaded

@@ -72,7 +72,8 @@ KALOS_SIMT_INLINE float kalos_simt_add_products(float sum, const float* a, const
     largest = fmax(largest, fabs(terms[i + 1]));
   }
   for (double term : terms)
-    if (!(fabs(term) <= 0x1p127)) return sum + a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
+    if (!(fabs(term) <= 0x1p127))
+      return sum + a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
   if (largest == 0) return 0.0f;
   for (double term : terms) total += kalos_simt_cut(term, ilogb(largest) - 23);
   return total == 0 ? 0.0f : (float)kalos_simt_cut(total, ilogb(total) - 23);

@@ -1,0 +1,20 @@
+from collections.abc import Callable
+
+from kalos_ctx._device import Device
+from kalos_ctx._reader import StoreReader
+from kalos_ctx._store_scan import StoreScan
+
+class DeviceScan(StoreScan):
+    def __init__(
+        self,
+        reader: StoreReader,
+        device: Device,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def cpu_scans(self) -> int: ...
+    @property
+    def scans(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
