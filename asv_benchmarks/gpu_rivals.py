@@ -1,6 +1,6 @@
 """Windows and recall on a GPU beside what a user would pick instead, in one run.
 
-    python asv_benchmarks/gpu_rivals.py [windows] [recall] [batch] [k] [busy] [threads]
+    python asv_benchmarks/gpu_rivals.py [windows] [recall] [k] [batch] [half] [scan] [busy] [threads]
 
 Each line: what, p50 and p99 in microseconds from the call in Python to the result visible on the
 host, and beside it the floor or the rival, measured in the same process. Needs torch; CuPy and
@@ -135,7 +135,15 @@ def torch_recall(torch, matrix, queries, k):
     return call
 
 
-def recall(torch, folder, shapes, ks=(10,), batches=(1,), window=True):
+def recalling(gpu, query, k):
+    return lambda: gpu.recall(query, top_k=k, collections="docs")
+
+
+def windowing(gpu, query):
+    return lambda: gpu.assemble("s", max_tokens=8192, query=query, top_k=10, collections="docs")
+
+
+def recall(torch, folder, shapes, *, ks=(10,), batches=(1,), window=True):
     for n, dim, dtype in shapes:
         store, rows = make(folder, n, dim, dtype)
         gpu = ContextAssembler(store, device="cuda")
@@ -150,29 +158,49 @@ def recall(torch, folder, shapes, ks=(10,), batches=(1,), window=True):
             asked = queries[0] if batch == 1 else queries
             for k in ks:
                 what = f"{n} x {dim} {dtype}, k {k}, batch {batch}"
-                p50 = row(
-                    f"recall {what}", lambda a=asked, k=k: gpu.recall(a, top_k=k, collections="docs")
-                )
+                p50 = row(f"recall {what}", recalling(gpu, asked, k))
                 print(f"    {nbytes / p50 / 1e6:.2f} TB/s end to end")
                 row(f"   torch matmul + topk, {what}", torch_recall(torch, matrix, queries, k))
         if window:
             fill(store, "s", 1_000, 40)
             query = rng.standard_normal(dim, dtype=np.float32)
-            row(
-                f"recall {n} x {dim} {dtype} + 8K window",
-                lambda: gpu.assemble(
-                    "s", max_tokens=8192, query=query, top_k=10, collections="docs"
-                ).release(),
-            )
-            with gpu.assemble(
-                "s", max_tokens=8192, query=query, top_k=10, collections="docs"
-            ) as one:
+            build = windowing(gpu, query)
+            row(f"recall {n} x {dim} {dtype} + 8K window", lambda build=build: build().release())
+            with build() as one:
                 print("   ", {name: round(value, 1) for name, value in one.report.timings.items()})
         print("    scans:", dict(gpu._backend._scan.scans))
         gpu.close()
         store.close()
         del matrix
         torch.cuda.empty_cache()
+
+
+def busy(torch, folder):
+    """Windows while the same process keeps the GPU full with short kernels."""
+    store = SessionStore.open(os.path.join(folder, "busy"))
+    fill(store, "s", 1_000, 40)
+    gpu = ContextAssembler(store, device="cuda")
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    stop = threading.Event()
+
+    def load():
+        low = torch.cuda.Stream(priority=0)
+        out = torch.empty_like(a)
+        with torch.cuda.stream(low):
+            while not stop.is_set():
+                for _ in range(50):
+                    torch.mm(a, a, out=out)
+                low.synchronize()
+
+    work = threading.Thread(target=load)
+    work.start()
+    time.sleep(0.5)
+    row("window of 8192 tokens, the GPU busy with this process's short kernels",
+        lambda: gpu.assemble("s", max_tokens=8192).release(), seconds=2.0)
+    stop.set()
+    work.join()
+    gpu.close()
+    store.close()
 
 
 def threads(torch, folder):
@@ -210,7 +238,8 @@ def main(what):
     import torch
 
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    with tempfile.TemporaryDirectory(prefix="kalos-gpu-", dir=os.environ.get("KALOS_BENCH_DIR")) as folder:
+    place = os.environ.get("KALOS_BENCH_DIR")
+    with tempfile.TemporaryDirectory(prefix="kalos-gpu-", dir=place) as folder:
         if "windows" in what:
             windows(torch, folder)
         if "recall" in what:
@@ -221,6 +250,10 @@ def main(what):
             recall(torch, folder, [(1_000_001, 128, "float32")], batches=(1, 4, 16), window=False)
         if "half" in what:
             recall(torch, folder, [(1_000_000, 768, "float16")], batches=(1, 16), window=False)
+        if "scan" in what:
+            recall(torch, folder, [(500_000, 768, "float32")], window=False)
+        if "busy" in what:
+            busy(torch, folder)
         if "threads" in what:
             threads(torch, folder)
     if os.environ.get("OUT"):
@@ -229,4 +262,4 @@ def main(what):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["windows", "recall", "k", "batch", "half", "threads"])
+    main(sys.argv[1:] or ["windows", "recall", "k", "batch", "half", "scan", "busy", "threads"])

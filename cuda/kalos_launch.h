@@ -99,7 +99,7 @@ typedef struct kalos_arrange_args {
   int32_t pad_id;
 } kalos_arrange_args;
 
-// ---- recall.cu: the best rows
+// ---- kalos_scan.cuh: the best rows
 // --------------------------------------------------------------------
 #define KALOS_RECALL_BLOCK 256u
 #define KALOS_RECALL_MAX_K 1024u
@@ -107,7 +107,6 @@ typedef struct kalos_arrange_args {
 #define KALOS_RECALL_EXTENTS 16u
 #define KALOS_RECALL_INLINE 704u  // floats of a query that travel as a parameter: 4 KB in all
 #define KALOS_RECALL_FEW 32u      // largest k whose lists the warps hold in registers
-#define KALOS_RECALL_TOGETHER 4u  // queries that one pass over the rows serves
 
 // What one query may return: the rows of some extents that are set in a bitmap.
 typedef struct kalos_recall_scope {
@@ -147,10 +146,13 @@ typedef struct kalos_recall_args {
 } kalos_recall_args;
 KALOS_STATIC_ASSERT(sizeof(kalos_recall_args) <= 4096, "a kernel's parameters");
 
-// ---- recall_batch.cu: the best rows for many queries --------------------------------------------
-#define KALOS_BATCH_MAX_WARPS 16u  // of a block; a block may have fewer, where its memory is small
-#define KALOS_BATCH_FEW 16u        // queries of a group, kalos_recall_batch_*_few
-#define KALOS_BATCH_MANY 64u       // queries of a group, kalos_recall_batch_*_many
+// ---- kalos_tensor.cuh: the best rows for many queries --------------------------------------------
+#define KALOS_BATCH_FEW 16u   // queries of a group, kalos_recall_batch_*_few
+#define KALOS_BATCH_MANY 64u  // queries of a group, kalos_recall_batch_*_many
+// Most warps of a block, which may have fewer where its memory is small. So many sums as those of
+// 64 queries leave registers for 12.
+#define KALOS_BATCH_FEW_WARPS 16u
+#define KALOS_BATCH_MANY_WARPS 12u
 #define KALOS_BATCH_MAX_K 32u
 #define KALOS_BATCH_TILE 32u   // rows that a warp works on at a time
 #define KALOS_BATCH_STAGES 4u  // pieces of tiles that a warp has in flight or in work

@@ -292,15 +292,6 @@ __device__ __forceinline__ bool in_extents(const kalos_recall_scope& scope, uint
   return inside;
 }
 
-// Whether rows [begin, end) hold one that the scope may return, as far as extents tell.
-__device__ __forceinline__ bool touches(const kalos_recall_scope& scope, uint32_t begin,
-                                        uint32_t end) {
-  bool any = false;
-  for (uint32_t i = 0; i < scope.num_extents; ++i)
-    any |= begin < scope.extents[i].end && end > scope.extents[i].begin;
-  return any;
-}
-
 __device__ __forceinline__ bool bit_of(uint64_t bitmap, uint32_t row) {
   return ((const uint32_t*)bitmap)[row / 32] >> (row % 32) & 1u;
 }

@@ -4,9 +4,9 @@
 //   args.hits     uint64 keys [num_queries][k], best first, zeros behind the last  host
 //   args.done     kalos_done                                                       host, written
 //   last
-// Grid: x blocks that share the rows, y groups of KALOS_RECALL_TOGETHER queries (or of one). Block:
-// KALOS_RECALL_BLOCK. Shared memory: queries [together][dim] floats, dynamic; the lists, static.
-// Reference: _cpu_ops on the CPU, equal to the bit. Bound: the rows at the device's bandwidth.
+// Grid: x blocks that share the rows, y queries. Block: KALOS_RECALL_BLOCK. Shared memory: the
+// query, dim floats, dynamic; lists, static. Reference: _cpu_ops on the CPU, equal to the bit.
+// Bound: the rows at the device's bandwidth.
 //
 // A row whose key beats the worst that is kept enters a list:
 //   few   k <= 32: each warp keeps its best in registers, one a lane, sorted
@@ -89,20 +89,20 @@ __device__ __noinline__ void merge_many(const kalos_recall_args& args, many_keys
 }
 
 // ---- The scan -----------------------------------------------------------------------------------
-template <bool HALF, bool L2, bool MANY, uint32_t TOGETHER>
+template <bool HALF, bool L2, bool MANY>
 struct recall {
   using type = row_type<HALF>;
   static constexpr uint32_t KEYS = MANY ? KALOS_MANY_KEYS : 0;
 
   struct memory {
     key_buffer<KEYS> buffer;
-    kalos_recall_scope scopes[TOGETHER];
+    kalos_recall_scope scope;
   };
 
   // Sums of the two rows of this lane's group.
   __device__ static __forceinline__ void score_rows(
       const kalos_recall_args& args, const char* const* rows, const float* query,
-      float sums[KALOS_ROWS_TOGETHER][TOGETHER][type::SUMS]) {
+      float sums[KALOS_ROWS_TOGETHER][1][type::SUMS]) {
     const uint32_t steps = args.dim / KALOS_SCORE_LANES;
     constexpr uint32_t STEP_NBYTES = HALF ? 64 : 128;
     uint32_t step = 0;
@@ -115,55 +115,48 @@ struct recall {
           loads[s][u] = kalos_load_once((const uint4*)(rows[u] + (step + s) * STEP_NBYTES));
 #pragma unroll
       for (uint32_t s = 0; s < KALOS_STEPS_TOGETHER; ++s)
-        add_step<HALF, L2, TOGETHER>(loads[s], query + (step + s) * KALOS_SCORE_LANES, args.dim,
-                                     sums);
+        add_step<HALF, L2, 1>(loads[s], query + (step + s) * KALOS_SCORE_LANES, args.dim, sums);
     }
     for (; step < steps; ++step) {
       uint4 loads[KALOS_ROWS_TOGETHER];
 #pragma unroll
       for (uint32_t u = 0; u < KALOS_ROWS_TOGETHER; ++u)
         loads[u] = kalos_load_once((const uint4*)(rows[u] + step * STEP_NBYTES));
-      add_step<HALF, L2, TOGETHER>(loads, query + step * KALOS_SCORE_LANES, args.dim, sums);
+      add_step<HALF, L2, 1>(loads, query + step * KALOS_SCORE_LANES, args.dim, sums);
     }
   }
 
   __device__ static void run(const kalos_recall_args& args) {
     __shared__ memory shared;
-    float* queries = kalos_dynamic_shared<float>();
+    float* query = kalos_dynamic_shared<float>();
     const uint32_t lane = threadIdx.x % KALOS_WARP, warp = threadIdx.x / KALOS_WARP;
-    const uint32_t first = blockIdx.y * TOGETHER;
-    const uint32_t count =
-        args.num_queries - first < TOGETHER ? args.num_queries - first : TOGETHER;
-    const float* given = args.queries ? (const float*)args.queries + first * args.dim : args.query;
-    for (uint32_t i = threadIdx.x; i < TOGETHER * args.dim; i += KALOS_RECALL_BLOCK)
-      queries[i] = i < count * args.dim ? given[i] : 0.0f;
-    const uint32_t* scope_words =
-        args.scopes ? (const uint32_t*)args.scopes + first * (sizeof(kalos_recall_scope) / 4)
-                    : (const uint32_t*)&args.scope;
-    for (uint32_t i = threadIdx.x; i < count * sizeof(kalos_recall_scope) / 4;
-         i += KALOS_RECALL_BLOCK)
-      ((uint32_t*)shared.scopes)[i] = scope_words[i];
+    const float* given =
+        args.queries ? (const float*)args.queries + blockIdx.y * args.dim : args.query;
+    for (uint32_t i = threadIdx.x; i < args.dim; i += KALOS_RECALL_BLOCK) query[i] = given[i];
+    constexpr uint32_t SCOPE_WORDS = sizeof(kalos_recall_scope) / 4;
+    const uint32_t* scope_words = args.scopes
+                                      ? (const uint32_t*)args.scopes + blockIdx.y * SCOPE_WORDS
+                                      : (const uint32_t*)&args.scope;
+    if (threadIdx.x < SCOPE_WORDS)
+      ((uint32_t*)&shared.scope)[threadIdx.x] = scope_words[threadIdx.x];
     __syncthreads();
+    const kalos_recall_scope& scope = shared.scope;
+    // Keys are above it where the score is at least min_score.
+    uint64_t best = 0, bound = key_floor(scope.min_score) - 1;
     if constexpr (MANY) {
       if (threadIdx.x == 0) {
         shared.buffer.count = 0;
-        shared.buffer.bound = floor_of(shared.scopes[0]);
+        shared.buffer.bound = bound;
       }
+      __syncthreads();
     }
-    uint64_t lists[TOGETHER], bounds[TOGETHER];
-#pragma unroll
-    for (uint32_t q = 0; q < TOGETHER; ++q) {
-      lists[q] = 0;
-      bounds[q] = q < count ? floor_of(shared.scopes[q]) : ~(uint64_t)0;
-    }
-    __syncthreads();
 
     // A lane's own row of its warp's tile once the tree has run, and whether it speaks for it.
     constexpr uint32_t HALF_GROUP = type::LANES / 2;
     const uint32_t own = (lane / HALF_GROUP % 2) * type::GROUPS + lane / type::LANES;
     const bool speaks = lane % HALF_GROUP == 0;
     const char* base = (const char*)args.rows + (lane % type::LANES) * sizeof(uint4);
-    const float* slice = queries + (lane % type::LANES) * type::SUMS;
+    const float* slice = query + (lane % type::LANES) * type::SUMS;
     constexpr uint32_t BLOCK_ROWS = type::TILE * KALOS_BLOCK_WARPS;
     const uint32_t stride = gridDim.x * BLOCK_ROWS;
     constexpr uint32_t TURNS = 256 / BLOCK_ROWS;  // after which a buffer is looked at
@@ -180,12 +173,10 @@ struct recall {
           if (full) settle(shared.buffer, args.k);
         }
       if (tile >= args.end) continue;
-      const bool wanted = count > 1 || shared.scopes[0].num_extents == 1 ||
-                          touches(shared.scopes[0], tile, tile + type::TILE);
       const uint32_t row = tile + own;
-      bool alive = wanted && row < args.end && !bit_of(args.dead, row);
-      if (count == 1 && alive && shared.scopes[0].allowed)
-        alive = bit_of(shared.scopes[0].allowed, row);
+      bool alive = row < args.end && !bit_of(args.dead, row);
+      if (scope.num_extents > 1) alive = alive && in_extents(scope, row);
+      if (scope.allowed) alive = alive && bit_of(scope.allowed, row);
       if (!__any_sync(KALOS_ALL_LANES, alive)) continue;
       const char* rows[KALOS_ROWS_TOGETHER];
 #pragma unroll
@@ -196,80 +187,48 @@ struct recall {
       }
       float factor = 0.0f;
       if (args.metric == KALOS_METRIC_COSINE && alive) factor = ((const float*)args.factors)[row];
-      float sums[KALOS_ROWS_TOGETHER][TOGETHER][type::SUMS];
+      float sums[KALOS_ROWS_TOGETHER][1][type::SUMS];
 #pragma unroll
-      for (uint32_t i = 0; i < KALOS_ROWS_TOGETHER * TOGETHER * type::SUMS; ++i)
-        (&sums[0][0][0])[i] = 0.0f;
+      for (uint32_t i = 0; i < KALOS_ROWS_TOGETHER * type::SUMS; ++i) (&sums[0][0][0])[i] = 0.0f;
       score_rows(args, rows, slice, sums);
-#pragma unroll
-      for (uint32_t q = 0; q < TOGETHER; ++q) {
-        const float score = finish(tree<HALF>(sums[0][q], sums[1][q]), args.metric, factor);
-        uint64_t key = alive && speaks ? key_of(score, row) : 0;
-        if constexpr (MANY) {
-          if (key > shared.buffer.bound && in_extents(shared.scopes[0], row))
-            offer(shared.buffer, key);
-        } else {
-          if (key > bounds[q]) {
-            const kalos_recall_scope& scope = shared.scopes[q];
-            if (!in_extents(scope, row) ||
-                (count > 1 && scope.allowed && !bit_of(scope.allowed, row)))
-              key = 0;
-          }
-          bounds[q] = enter(lists[q], key, bounds[q], args.k);
-        }
-      }
+      const float score = finish(tree<HALF>(sums[0][0], sums[1][0]), args.metric, factor);
+      const uint64_t key = alive && speaks ? key_of(score, row) : 0;
+      if constexpr (MANY)
+        offer(shared.buffer, key);
+      else
+        bound = enter(best, key, bound, args.k);
     }
-    for (uint32_t q = 0; q < count; ++q) {
-      uint64_t* list =
-          (uint64_t*)args.lists + ((uint64_t)(first + q) * gridDim.x + blockIdx.x) * args.k;
-      if constexpr (MANY) {
-        settle(shared.buffer, args.k);
-        for (uint32_t i = threadIdx.x; i < args.k; i += KALOS_RECALL_BLOCK)
-          list[i] = i < shared.buffer.count ? shared.buffer.keys[i] : 0;
-      } else {
-        const uint64_t best = join_warps(list_of(lists, q));
-        if (threadIdx.x < args.k) list[threadIdx.x] = best;
-      }
+    uint64_t* list =
+        (uint64_t*)args.lists + ((uint64_t)blockIdx.y * gridDim.x + blockIdx.x) * args.k;
+    if constexpr (MANY) {
+      settle(shared.buffer, args.k);
+      for (uint32_t i = threadIdx.x; i < args.k; i += KALOS_RECALL_BLOCK)
+        list[i] = i < shared.buffer.count ? shared.buffer.keys[i] : 0;
+    } else {
+      best = join_warps(best);
+      if (threadIdx.x < args.k) list[threadIdx.x] = best;
     }
     uint32_t* counters = (uint32_t*)args.counters;
     if (!kalos_last_block(counters + 1 + blockIdx.y, gridDim.x)) return;
-    for (uint32_t q = 0; q < count; ++q) {
-      if constexpr (MANY)
-        merge_many(args, shared.buffer, first + q);
-      else
-        merge_few(args, first + q);
-    }
-    if (last_group(counters) && threadIdx.x == 0)
-      kalos_publish(&((kalos_done*)args.done)->ticket, args.ticket);
-  }
-
-  // The last of the groups of queries tells the host.
-  __device__ static __forceinline__ bool last_group(uint32_t* counters) {
+    if constexpr (MANY)
+      merge_many(args, shared.buffer, blockIdx.y);
+    else
+      merge_few(args, blockIdx.y);
+    // The last of the queries tells the host.
     __syncthreads();
-    if (threadIdx.x != 0 || gridDim.y == 1) return true;
-    if (kalos_count_up(counters) + 1 != gridDim.y) return false;
-    *counters = 0;
-    return true;
-  }
-
-  // No key below it is of use: keys are above it where the score is at least min_score.
-  __device__ static __forceinline__ uint64_t floor_of(const kalos_recall_scope& scope) {
-    return key_floor(scope.min_score) - 1;
-  }
-
-  __device__ static __forceinline__ uint64_t list_of(const uint64_t* lists, uint32_t q) {
-    uint64_t list = lists[0];
-#pragma unroll
-    for (uint32_t i = 1; i < TOGETHER; ++i)
-      if (i == q) list = lists[i];
-    return list;
+    if (threadIdx.x != 0) return;
+    if (gridDim.y > 1) {
+      if (kalos_count_up(counters) + 1 != gridDim.y) return;
+      *counters = 0;
+    }
+    kalos_publish(&((kalos_done*)args.done)->ticket, args.ticket);
   }
 };
 
-#define KALOS_RECALL_KERNEL(name, half, l2, many, together, blocks)         \
+#define KALOS_RECALL_KERNEL(name, half, l2, many, blocks)                   \
   extern "C" __global__ void __launch_bounds__(KALOS_RECALL_BLOCK, blocks)  \
       kalos_recall_##name(const __grid_constant__ kalos_recall_args args) { \
-    recall<half, l2, many, together>::run(args);                            \
+    recall<half, l2, many>::run(args);                                      \
   }
 
 #endif  // KALOS_SCAN_CUH

@@ -1,8 +1,7 @@
-// kalos_recall_f16_dot_few, _many, _batch: recall over float16 rows, dot product and cosine.
+// kalos_recall_f16_dot_few, _many: recall over float16 rows, dot product and cosine.
 // kalos_scan.cuh says all about them. A file of its own, so that each is compiled beside the
 // others.
 #include "kalos_scan.cuh"
 
-KALOS_RECALL_KERNEL(f16_dot_few, true, false, false, 1, 3)
-KALOS_RECALL_KERNEL(f16_dot_many, true, false, true, 1, 3)
-KALOS_RECALL_KERNEL(f16_dot_batch, true, false, false, KALOS_RECALL_TOGETHER, 1)
+KALOS_RECALL_KERNEL(f16_dot_few, true, false, false, 3)
+KALOS_RECALL_KERNEL(f16_dot_many, true, false, true, 3)

@@ -3,7 +3,7 @@
 //   args.rows   rows of dim elements (float32 or float16), stride_nbytes apart   device
 //   args.norms  float by row                                                     device
 // Grid: any. Block: KALOS_NORMS_BLOCK. Shared memory: none. Bound: the rows at the device's
-// bandwidth. recall_batch.cu tells from the norms how far its first look at a row may be off.
+// bandwidth. kalos_tensor.cuh tells from the norms how far its first look at a row may be off.
 #include "kalos_recall.cuh"
 
 template <bool HALF>

@@ -4,6 +4,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kalos_ctx._context_window import ContextWindow as ContextWindow
+from kalos_ctx._gathering import Gatherer
 from kalos_ctx._reader import StoreReader
 from kalos_ctx._session_table import SessionTable
 from kalos_ctx._window_parts import WindowParts
@@ -16,13 +17,15 @@ class AssemblerCore(SessionTable):
     def store(self) -> SessionStore: ...
     @property
     def pool(self) -> WindowPool: ...
+    @property
+    def gatherer(self) -> Gatherer: ...
     def start(
         self,
         store: SessionStore,
         reader: StoreReader,
         clock: Callable[[], float],
-        slots: int,
-        timeout: float,
+        pool: WindowPool,
+        gatherer: Gatherer,
         prompt: NDArray[Any],
         starts: NDArray[Any] | None,
     ) -> None: ...
@@ -44,7 +47,7 @@ class AssemblerCore(SessionTable):
         recall_role: str = "system",
         as_of: int | None = None,
         policy: Policy | None = None,
-        stream: None = None,
+        stream: Any = None,
         out: Any = None,
     ) -> ContextWindow: ...
     def plan_parts(self, session: str | bytes, **options: Any) -> WindowParts: ...

@@ -34,6 +34,8 @@ class Head:
     def by_segment(self) -> dict[str, int]: ...
 
 class WindowParts:
+    path: str
+    recall_path: str | None
     @property
     def plain(self) -> bool: ...
     @property

@@ -162,7 +162,7 @@ class DeviceUnavailable(KalosError):
 
 
 class DeviceError(KalosError):
-    """The driver refused a call on a device that works; its name for the error is in the message."""
+    """The driver refused a call on a device that works; the message has its name for the error."""
 
 
 class SidecarUnavailable(KalosError):

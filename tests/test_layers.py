@@ -69,6 +69,8 @@ LAYERS = {
     3: ("kalos_plan.h", "_planner", "planner.py"),
     4: (
         "kalos_launch.h",
+        "kalos_batch.cuh",
+        "kalos_bounds.cuh",
         "kalos_device.cuh",
         "kalos_recall.cuh",
         "kalos_scan.cuh",
@@ -90,6 +92,8 @@ LAYERS = {
         "_device_rows",
         "_row_source",
         "_row_follower",
+        "_device_scopes",
+        "_device_batch",
         "_device_recall",
         "_lanes",
         "_registered",

@@ -7,11 +7,10 @@ import multiprocessing
 import numpy as np
 import pytest
 from helpers import plain_recall, real_data
-from helpers.recalls import bits, ids_of, recall, serve_recalls
+from helpers.recalls import bits, ids_of, make_backend, recall, serve_recalls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kalos_ctx.backends.cpu import CpuBackend
 from kalos_ctx.errors import (
     DimensionMismatch,
     InvalidArgument,
@@ -131,7 +130,7 @@ def test_recall_equals_plain_recall_through_any_history(tmp_path_factory, histor
     path = tmp_path_factory.mktemp("recall") / "s"
     store = SessionStore.open(path, metric=metric, vector_dtype=dtype, vector_dim=dim)
     reader = SessionStore.open(path, "r")
-    backends = [CpuBackend(store), CpuBackend(reader)]
+    backends = [make_backend(store), make_backend(reader)]
     plain, added = PlainStore(dtype), 0
     for step in steps:
         if step[0] == "add":
@@ -148,7 +147,7 @@ def test_recall_equals_plain_recall_through_any_history(tmp_path_factory, histor
         elif step[0] == "reopen":
             store.close()
             store = SessionStore.open(path)
-            backends[0] = CpuBackend(store)
+            backends[0] = make_backend(store)
         elif step[0] == "compact":
             store.compact()
         else:
@@ -162,7 +161,7 @@ def test_real_embeddings_give_the_recorded_ten_best(store_path):
     rows, queries = real_data.vectors()
     with SessionStore.open(store_path, metric="ip", vector_dtype="float16") as store:
         store.add_passages("chats", rows)
-        found = CpuBackend(store).recall(queries, top_k=10, collections=(b"chats",)).hits
+        found = make_backend(store).recall(queries, top_k=10, collections=(b"chats",)).hits
     expected = real_data.queries()
     assert found.ids.reshape(-1, 10).tolist() == [one["top10"] for one in expected]
     recorded = np.array([one["scores"] for one in expected])
@@ -211,7 +210,7 @@ def test_b69_no_path_gives_rows_of_another_tenant(tmp_path_factory, adds, metric
                 name, [[1.0, 2.0]] * n, tenant=tenant, texts=texts, metadata=[{"m": 1}] * n
             )
             store.append("s", "user", token_ids=[1], vector=[1.0, 2.0], tenant=tenant)
-        backend = CpuBackend(store)
+        backend = make_backend(store)
         for tenant in ("", "t"):
             mine = [n for owner, _, n in adds if owner == tenant]
             if not mine:
@@ -286,7 +285,7 @@ def test_b67_hostile_filter_field_that_is_known_is_plain_data(store):
 
 def test_b68_field_of_deleted_passages_is_unknown_again(store):
     store.add_passages("c", [[1, 0], [1, 0]], metadata=[{"m": 1}, {"n": 1}])
-    backend = CpuBackend(store)
+    backend = make_backend(store)
     options = {"top_k": 5, "collections": (b"c",), "filters": {"m": 1}}
     assert ids_of(backend.recall([1, 0], **options)) == [0]
     store.delete_passages("c", [0])
@@ -310,7 +309,7 @@ def test_filter_applies_to_the_sessions_turns_too(store):
 
 def test_b81_deleted_rows_take_no_place(store):
     store.add_passages("c", [[1, i] for i in range(6)])
-    backend = CpuBackend(store)
+    backend = make_backend(store)
     options = {"collections": (b"c",)}
     assert ids_of(backend.recall([1, 0], top_k=3, **options)) == [0, 1, 2]
     store.delete_passages("c", [0, 1, 2])
@@ -344,7 +343,7 @@ def test_b81_delete_counts_at_once_in_another_process(store, store_path):
 
 
 def test_b96_erased_collection_and_tenant_are_not_recalled(store):
-    backend = CpuBackend(store)
+    backend = make_backend(store)
     for tenant in ("", "t"):
         store.add_passages("c", [[1, 0]], tenant=tenant)
     options = {"top_k": 5, "collections": (b"c",)}
@@ -358,7 +357,7 @@ def test_b96_erased_collection_and_tenant_are_not_recalled(store):
 
 def test_deleted_passage_whose_bit_was_lost_is_still_not_recalled(store, store_path):
     store.add_passages("c", [[1, i] for i in range(4)])
-    backend = CpuBackend(store)
+    backend = make_backend(store)
     assert len(backend.recall([1, 0], top_k=9, collections=(b"c",)).hits) == 4
     store.delete_passages("c", [1])
     with next(store_path.glob("gen-*/dead")).open("r+b") as file:
@@ -490,7 +489,7 @@ def test_g19_wrong_argument_is_refused(store, options, error):
     store.add_passages("c", [[1, 0]])
     call = {"query": [1, 0], "top_k": 1, "collections": (b"c",)} | options
     with pytest.raises(error):
-        CpuBackend(store).recall(call.pop("query"), **call)
+        make_backend(store).recall(call.pop("query"), **call)
 
 
 def test_g23_scores_of_minus_infinity_keep_their_rows(store_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import emulated_cuda, plain_recall
 
-BATCH = emulated_cuda.CUDA / "recall_batch.cu"
+BATCH = sorted(emulated_cuda.CUDA.glob("recall_batch_*.cu"))
 NORMS = emulated_cuda.CUDA / "row_norms.cu"
 BOUNDS = emulated_cuda.ROOT / "tests" / "helpers" / "batch_bounds.cu"
 ORDERS = ("forward", "reverse", "shuffled:1", "shuffled:2")
@@ -47,7 +47,7 @@ BoundsArgs = structure("rows lengths queries lower upper", "dim metric half num_
 
 @pytest.fixture(scope="session")
 def launcher():
-    kernels = [BATCH, NORMS, BOUNDS]
+    kernels = [*BATCH, NORMS, BOUNDS]
     made = emulated_cuda.Launcher(emulated_cuda.cache_folder(), kernels=kernels)
     for name in ("f32_few", "f16_few", "f32_many", "f16_many"):
         function = ctypes.c_void_p()

@@ -136,13 +136,22 @@ cdef class DeviceGatherer(Gatherer):
             if code == 0 and stream != NULL:
                 code = window.c_mark(on)
             if code == 0 and stream == NULL:
-                with nogil:
-                    code = self.device.h_gpu.driver.stream_synchronize(on)
+                # A word behind the copy is seen sooner than the stream's end.
+                code = self.device.h_gpu.driver.stream_write(
+                    on, lane.done_mapped, lane.next_ticket(), 0)
             kalos_gpu_leave(self.device.h_gpu)
-        if lane is not None:
+        if lane is None:
+            return cu_check(code, "copy a window")
+        try:
+            cu_check(code, "copy a window")
+            lane.wait()
+        except:
+            lane.drain()
+            raise
+        finally:
             self.lanes.give(lane)
-            window.c_done()
-        return cu_check(code, "copy a window")
+        window.c_done()
+        return 0
 
     # ---- By the GPU -----------------------------------------------------------------------------
 

@@ -9,15 +9,15 @@ again.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-import numpy as np
-
 from kalos_ctx._cpu_ops cimport KALOS_METRIC_L2, kalos_hit
 from kalos_ctx._device cimport (
     Device, kalos_gpu_enter, kalos_gpu_launch_2d, kalos_gpu_leave, kalos_gpu_to_device,
 )
+from kalos_ctx._device_batch cimport BatchScan
 from kalos_ctx._device_rows cimport DeviceRows, device_rows
+from kalos_ctx._device_scopes cimport DeviceScope, DeviceScopes, kalos_recall_scope
 from kalos_ctx._driver cimport cu_check, kalos_cu_handle, kalos_cu_result
-from kalos_ctx._lanes cimport DeviceBuffer, Lane, Lanes
+from kalos_ctx._lanes cimport Lane, Lanes
 from kalos_ctx._reader cimport StoreReader
 from kalos_ctx._store_scan cimport Scope, StoreScan
 from kalos_ctx._vectors cimport RowMap, Runs
@@ -27,10 +27,8 @@ cdef extern from "kalos_launch.h" nogil:
         KALOS_RECALL_BLOCK
         KALOS_RECALL_MAX_K
         KALOS_RECALL_MAX_QUERIES
-        KALOS_RECALL_EXTENTS
         KALOS_RECALL_INLINE
         KALOS_RECALL_FEW
-        KALOS_RECALL_TOGETHER
 
     ctypedef struct kalos_recall_args:
         uint64_t rows
@@ -63,16 +61,9 @@ cdef extern from *:
     const size_t KALOS_RECALL_ARGS_HEAD
 
 cdef enum:
-    SCOPES_KEPT = 256
-    SHARED_NBYTES = 32768           # dynamic shared memory that every kernel may have
-    MAX_DYNAMIC_SHARED = 8          # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     LISTS_NBYTES = 64 << 20         # scratch for lists: more blocks than fit it are not launched
 
-KIND_NAMES = ("few", "many", "batch", "cpu")
-
-
-cdef class DeviceScope:
-    """The rows of a scope as the device takes them."""
+KIND_NAMES = ("few", "many", "", "tensor", "lost", "cpu")
 
 
 cdef class DeviceScan(StoreScan):
@@ -92,26 +83,27 @@ cdef class DeviceScan(StoreScan):
         self.device = device
         self.lanes = Lanes(device)
         self.progress = progress
-        self.scopes = {}
+        self.scopes = DeviceScopes(device)
         self.together = KALOS_RECALL_MAX_QUERIES
 
     @property
     def cpu_scans(self):
         """How many scans ran on the CPU."""
-        return self.counts[<int>KINDS]
+        return self.counts[<int>CPU]
 
     @property
     def scans(self):
-        """How many scans each kernel made, and how many ran on the CPU."""
-        return {name: self.counts[kind] for kind, name in enumerate(KIND_NAMES)}
+        """How many scans each kernel made, how many of the tensor cores' were done again by another
+        since a hit might have been missing, and how many ran on the CPU."""
+        return {name: self.counts[kind] for kind, name in enumerate(KIND_NAMES) if name}
 
     def close(self):
         """Give the rows' memory back. Nothing may be in flight."""
         if self.resident is not None:
             self.resident.close()
             self.resident = None
+        self.batches = None
         self.scopes.clear()
-        self.last = None
 
     # ---- What a launch needs --------------------------------------------------------------------
 
@@ -126,58 +118,9 @@ cdef class DeviceScan(StoreScan):
                     resident.load(rows, self.progress)
                     self.resident = resident  # what scans of the former rows still hold stays
                     self.scopes.clear()
-                    self.last = None
                     self.find_kernels(resident)
         resident.follow(rows, NULL)
         return resident
-
-    cdef DeviceScope scope_for(self, Runs runs, Lane lane):
-        """The extents of few runs are a parameter; many runs become a bitmap, which is kept."""
-        cdef DeviceScope scope = self.last
-        cdef Py_ssize_t i, n = runs.c_spans.shape[0]
-        if scope is not None and scope.runs is runs:
-            return scope
-        scope = self.scopes.get(id(runs))
-        if scope is not None and scope.runs is runs:
-            self.last = scope
-            return scope
-        scope = DeviceScope.__new__(DeviceScope)
-        scope.runs = runs
-        scope.begin = <uint32_t>runs.c_spans[0, 0]
-        scope.end = <uint32_t>(runs.c_spans[n - 1, 0] + runs.c_spans[n - 1, 1])
-        if n <= <Py_ssize_t>KALOS_RECALL_EXTENTS:
-            scope.scope.num_extents = <uint32_t>n
-            for i in range(n):
-                scope.scope.extents[i].begin = <uint32_t>runs.c_spans[i, 0]
-                scope.scope.extents[i].end = <uint32_t>(runs.c_spans[i, 0] + runs.c_spans[i, 1])
-        else:
-            scope.scope.num_extents = 1
-            scope.scope.extents[0].begin, scope.scope.extents[0].end = scope.begin, scope.end
-            self.fill_bitmap(scope, lane)
-            scope.scope.allowed = scope.bitmap.data
-            while len(self.scopes) >= SCOPES_KEPT:
-                del self.scopes[next(iter(self.scopes))]
-            self.scopes[id(runs)] = scope
-        self.last = scope
-        return scope
-
-    def fill_bitmap(self, DeviceScope scope not None, Lane lane not None):
-        """Bring the rows of a scope's runs to the device, one bit a row."""
-        runs = scope.runs
-        marks = np.zeros((scope.end + 63) // 32 * 32, np.int8)
-        np.add.at(marks, runs.spans[:, 0].astype(np.int64), 1)
-        np.add.at(marks, (runs.spans[:, 0] + runs.spans[:, 1]).astype(np.int64), -1)
-        bits = np.packbits(np.cumsum(marks, dtype=np.int8).view(np.bool_), bitorder="little")
-        scope.bitmap = DeviceBuffer(self.device)
-        scope.bitmap.reserve(len(bits))
-        lane.host.reserve(len(bits))
-        memcpy(lane.host.data, <const char*><size_t>bits.ctypes.data, len(bits))
-        self.device.enter()
-        code = kalos_gpu_to_device(
-            self.device.h_gpu, scope.bitmap.data, lane.host.data, len(bits), lane.stream)
-        self.device.leave()
-        cu_check(code, "copy a scope")
-        self.device.synchronize(lane.stream)
 
     def find_kernels(self, DeviceRows rows not None):
         """Look the kernels up for the store's rows and metric."""
@@ -186,7 +129,7 @@ cdef class DeviceScan(StoreScan):
         name += "_l2" if self.metric == KALOS_METRIC_L2 else "_dot"
         for kind in range(<int>KINDS):
             self.kernels[kind] = self.device.function(f"kalos_recall_{name}_{KIND_NAMES[kind]}")
-            self.allowed[kind] = SHARED_NBYTES
+        self.batches = BatchScan(rows, self.metric)
 
     # ---- The scan -------------------------------------------------------------------------------
 
@@ -194,17 +137,27 @@ cdef class DeviceScan(StoreScan):
                        uint32_t k, float min_score, kalos_hit* hits, uint32_t* counts) except -1:
         cdef DeviceRows rows
         cdef Lane lane
+        cdef DeviceScope on_device
+        cdef bint found
         cdef uint64_t* keys
         cdef uint32_t q, i
         if runs.ids is not None:
             # IDs that do not ascend with rows order ties otherwise than a key does.
-            self.counts[<int>KINDS] += 1
+            self.counts[<int>CPU] += 1
             return StoreScan.scan_hits(
                 self, scope, runs, queries, num_queries, k, min_score, hits, counts)
         rows = self.rows_for(scope.rows)
         lane = self.lanes.take()
         try:
-            self.launch(lane, rows, self.scope_for(runs, lane), queries, num_queries, k, min_score)
+            on_device = self.scopes.of(runs, lane)
+            found = False
+            if num_queries > 1 and self.batches.rows is rows \
+                    and self.batches.takes(num_queries, k):
+                self.counts[<int>TENSOR] += 1
+                found = self.batches.scan(lane, on_device, queries, num_queries, k, min_score)
+                self.counts[<int>LOST] += not found
+            if not found:
+                self.launch(lane, rows, on_device, queries, num_queries, k, min_score)
             keys = <uint64_t*>lane.host.data
             for q in range(num_queries):
                 for i in range(k):
@@ -222,25 +175,25 @@ cdef class DeviceScan(StoreScan):
         return 0
 
     cdef int rows_gone(self, Scope scope) except -1:
-        return self.resident.follow_dead(scope.rows, NULL)
+        cdef DeviceRows resident = self.resident
+        if resident is not None and resident.index is scope.rows.index:
+            resident.follow_dead(scope.rows, NULL)
+        return 0
 
     cdef int launch(self, Lane lane, DeviceRows rows, DeviceScope scope, const float* queries,
                     uint32_t n, uint32_t k, float min_score) except -1:
         """Scan and wait: keys of hits stand at the beginning of the lane's pinned memory."""
         cdef kalos_recall_args args
         cdef kalos_recall_scope* each
-        cdef uint32_t dim = rows.dim_padded, together = 1, q, a_block = 3 if rows.half else 4
+        cdef uint32_t dim = rows.dim_padded, q, a_block = 3 if rows.half else 4
         cdef uint32_t blocks, block_rows = 128 if rows.half else 64
         cdef size_t hits_nbytes = (<size_t>n * k * 8 + 63) // 64 * 64
         cdef size_t queries_nbytes = (<size_t>n * dim * 4 + 63) // 64 * 64
-        cdef size_t asked = queries_nbytes + n * sizeof(kalos_recall_scope), shared
+        cdef size_t asked = queries_nbytes + n * sizeof(kalos_recall_scope)
         cdef int kind = FEW
         cdef kalos_cu_result code
         if k > KALOS_RECALL_FEW:
             kind, a_block = MANY, 3
-        elif n > 1:
-            kind, a_block, together = BATCH, 1, KALOS_RECALL_TOGETHER
-        shared = <size_t>together * dim * 4
         self.counts[kind] += 1
         blocks = (scope.end - scope.begin + block_rows - 1) // block_rows
         blocks = min(blocks, <uint32_t>self.device.num_multiprocessors * a_block)
@@ -260,10 +213,6 @@ cdef class DeviceScan(StoreScan):
         args.ticket = lane.next_ticket()
         code = kalos_gpu_enter(self.device.h_gpu)
         cu_check(code, "recall")
-        if shared > self.allowed[kind]:
-            code = self.device.driver.function_set(
-                self.kernels[kind], MAX_DYNAMIC_SHARED, <int>shared)
-            self.allowed[kind] = shared
         if n == 1 and dim <= KALOS_RECALL_INLINE:
             memcpy(args.query, queries, dim * 4)
         elif code == 0:
@@ -276,8 +225,8 @@ cdef class DeviceScan(StoreScan):
             args.queries, args.scopes = lane.scratch.data, lane.scratch.data + queries_nbytes
         if code == 0:
             code = kalos_gpu_launch_2d(
-                self.device.h_gpu, self.kernels[kind], blocks, (n + together - 1) // together,
-                KALOS_RECALL_BLOCK, <unsigned int>shared, lane.stream, &args)
+                self.device.h_gpu, self.kernels[kind], blocks, n, KALOS_RECALL_BLOCK,
+                dim * 4, lane.stream, &args)
         kalos_gpu_leave(self.device.h_gpu)
         cu_check(code, "recall")
         try:

@@ -82,6 +82,7 @@ typedef struct kalos_cu_mem_access {  // CUmemAccessDesc
   X(stream_synchronize, "cuStreamSynchronize", (kalos_cu_handle))                                 \
   X(stream_query, "cuStreamQuery", (kalos_cu_handle))                                             \
   X(stream_wait, "cuStreamWaitEvent", (kalos_cu_handle, kalos_cu_handle, unsigned))               \
+  X(stream_write, "cuStreamWriteValue32", (kalos_cu_handle, kalos_cu_ptr, uint32_t, unsigned))    \
   X(event_create, "cuEventCreate", (kalos_cu_handle*, unsigned))                                  \
   X(event_destroy, "cuEventDestroy", (kalos_cu_handle))                                           \
   X(event_record, "cuEventRecord", (kalos_cu_handle, kalos_cu_handle))                            \

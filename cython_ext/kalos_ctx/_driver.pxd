@@ -1,6 +1,6 @@
 """The CUDA driver's C entry points, and how their errors are raised."""
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 cdef extern from "_driver.h" nogil:
     ctypedef int kalos_cu_result
@@ -56,15 +56,21 @@ cdef extern from "_driver.h" nogil:
         kalos_cu_result (*host_register)(void*, size_t, unsigned int) noexcept nogil
         kalos_cu_result (*host_unregister)(void*) noexcept nogil
         kalos_cu_result (*host_pointer)(kalos_cu_ptr*, void*, unsigned int) noexcept nogil
-        kalos_cu_result (*copy_to_device)(kalos_cu_ptr, const void*, size_t, kalos_cu_handle) noexcept nogil
+        kalos_cu_result (*copy_to_device)(
+            kalos_cu_ptr, const void*, size_t, kalos_cu_handle) noexcept nogil
         kalos_cu_result (*copy_to_host)(void*, kalos_cu_ptr, size_t, kalos_cu_handle) noexcept nogil
-        kalos_cu_result (*copy_on_device)(kalos_cu_ptr, kalos_cu_ptr, size_t, kalos_cu_handle) noexcept nogil
-        kalos_cu_result (*fill_bytes)(kalos_cu_ptr, unsigned char, size_t, kalos_cu_handle) noexcept nogil
+        kalos_cu_result (*copy_on_device)(
+            kalos_cu_ptr, kalos_cu_ptr, size_t, kalos_cu_handle) noexcept nogil
+        kalos_cu_result (*fill_bytes)(
+            kalos_cu_ptr, unsigned char, size_t, kalos_cu_handle) noexcept nogil
         kalos_cu_result (*stream_create)(kalos_cu_handle*, unsigned int, int) noexcept nogil
         kalos_cu_result (*stream_destroy)(kalos_cu_handle) noexcept nogil
         kalos_cu_result (*stream_synchronize)(kalos_cu_handle) noexcept nogil
         kalos_cu_result (*stream_query)(kalos_cu_handle) noexcept nogil
-        kalos_cu_result (*stream_wait)(kalos_cu_handle, kalos_cu_handle, unsigned int) noexcept nogil
+        kalos_cu_result (*stream_wait)(
+            kalos_cu_handle, kalos_cu_handle, unsigned int) noexcept nogil
+        kalos_cu_result (*stream_write)(
+            kalos_cu_handle, kalos_cu_ptr, uint32_t, unsigned int) noexcept nogil
         kalos_cu_result (*event_create)(kalos_cu_handle*, unsigned int) noexcept nogil
         kalos_cu_result (*event_destroy)(kalos_cu_handle) noexcept nogil
         kalos_cu_result (*event_record)(kalos_cu_handle, kalos_cu_handle) noexcept nogil
@@ -73,19 +79,26 @@ cdef extern from "_driver.h" nogil:
         kalos_cu_result (*event_elapsed)(float*, kalos_cu_handle, kalos_cu_handle) noexcept nogil
         kalos_cu_result (*module_load)(kalos_cu_handle*, const void*) noexcept nogil
         kalos_cu_result (*module_unload)(kalos_cu_handle) noexcept nogil
-        kalos_cu_result (*module_function)(kalos_cu_handle*, kalos_cu_handle, const char*) noexcept nogil
+        kalos_cu_result (*module_function)(
+            kalos_cu_handle*, kalos_cu_handle, const char*) noexcept nogil
         kalos_cu_result (*function_set)(kalos_cu_handle, int, int) noexcept nogil
         kalos_cu_result (*function_get)(int*, int, kalos_cu_handle) noexcept nogil
         kalos_cu_result (*function_blocks)(int*, kalos_cu_handle, int, size_t) noexcept nogil
-        kalos_cu_result (*launch)(kalos_cu_handle, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, kalos_cu_handle, void**, void**) noexcept nogil
+        kalos_cu_result (*launch)(
+            kalos_cu_handle, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
+            unsigned int, unsigned int, kalos_cu_handle, void**, void**) noexcept nogil
         kalos_cu_result (*vm_granularity)(size_t*, const kalos_cu_mem_prop*, int) noexcept nogil
-        kalos_cu_result (*vm_reserve)(kalos_cu_ptr*, size_t, size_t, kalos_cu_ptr, uint64_t) noexcept nogil
+        kalos_cu_result (*vm_reserve)(
+            kalos_cu_ptr*, size_t, size_t, kalos_cu_ptr, uint64_t) noexcept nogil
         kalos_cu_result (*vm_free)(kalos_cu_ptr, size_t) noexcept nogil
-        kalos_cu_result (*vm_create)(kalos_cu_allocation*, size_t, const kalos_cu_mem_prop*, uint64_t) noexcept nogil
+        kalos_cu_result (*vm_create)(
+            kalos_cu_allocation*, size_t, const kalos_cu_mem_prop*, uint64_t) noexcept nogil
         kalos_cu_result (*vm_release)(kalos_cu_allocation) noexcept nogil
-        kalos_cu_result (*vm_map)(kalos_cu_ptr, size_t, size_t, kalos_cu_allocation, uint64_t) noexcept nogil
+        kalos_cu_result (*vm_map)(
+            kalos_cu_ptr, size_t, size_t, kalos_cu_allocation, uint64_t) noexcept nogil
         kalos_cu_result (*vm_unmap)(kalos_cu_ptr, size_t) noexcept nogil
-        kalos_cu_result (*vm_access)(kalos_cu_ptr, size_t, const kalos_cu_mem_access*, size_t) noexcept nogil
+        kalos_cu_result (*vm_access)(
+            kalos_cu_ptr, size_t, const kalos_cu_mem_access*, size_t) noexcept nogil
         kalos_cu_result (*vm_export)(void*, kalos_cu_allocation, int, uint64_t) noexcept nogil
         kalos_cu_result (*error_name)(kalos_cu_result, const char**) noexcept nogil
         kalos_cu_result (*error_text)(kalos_cu_result, const char**) noexcept nogil
@@ -96,4 +109,3 @@ cdef kalos_driver* c_driver() except NULL
 
 # 0 where a driver call succeeded; else MemoryError for memory, DeviceError for the rest.
 cdef int cu_check(kalos_cu_result code, str doing) except -1
-

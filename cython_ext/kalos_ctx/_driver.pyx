@@ -4,7 +4,7 @@ cuda-python loads the driver and gives the addresses of its entry points; calls 
 cost in C. A table is filled once a process; nothing here touches a device.
 """
 
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uintptr_t
 
 from kalos_ctx.errors import DeviceError, DeviceUnavailable
 

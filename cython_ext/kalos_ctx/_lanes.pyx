@@ -5,13 +5,13 @@ A kernel that is done writes its ticket into a word of pinned memory, and the ca
 """
 
 cimport cython
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t
 
 from kalos_ctx._device cimport (
-    Device, kalos_gpu_alloc, kalos_gpu_enter, kalos_gpu_free, kalos_gpu_free_pinned,
-    kalos_gpu_leave, kalos_gpu_pin, kalos_gpu_ref, kalos_gpu_unref,
+    Device, kalos_gpu_enter, kalos_gpu_free, kalos_gpu_free_pinned, kalos_gpu_leave, kalos_gpu_pin,
+    kalos_gpu_ref, kalos_gpu_unref,
 )
-from kalos_ctx._driver cimport KALOS_CU_NOT_READY, cu_check, kalos_cu_handle, kalos_cu_result
+from kalos_ctx._driver cimport KALOS_CU_NOT_READY, cu_check, kalos_cu_result
 
 cdef extern from *:
     """

@@ -19,7 +19,7 @@ cdef class RegisteredSegments:
     cdef readonly uint32_t users    # calls that may read registered memory now
     cdef object wanted              # (segment, end in bytes), noted by lookups, served by `serve`
 
-    # Address on the device of n bytes of a segment; 0 where they are not registered, which is noted.
+    # Address on the device of n bytes of a segment; 0 where they are not registered, and noted.
     cdef kalos_cu_ptr address(self, SegmentSet tokens, uint32_t segment, size_t off, size_t n)
     # Between the two nothing is taken back. `begin` first, then `address`.
     cdef void begin(self) noexcept

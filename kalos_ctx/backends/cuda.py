@@ -85,6 +85,7 @@ class CudaBackend(CpuBackend):
     """
 
     name = "cuda"
+    _scan: DeviceScan
 
     def __init__(
         self,

@@ -381,6 +381,17 @@ KALOS_FAKE(cuMemsetD8Async, , 0, context,
   });
 }
 
+KALOS_FAKE(cuStreamWriteValue32, , 0, context,
+           (kalos_cu_handle stream, kalos_cu_ptr to, uint32_t value, unsigned flags)) {
+  KALOS_FAKE_ENTER(cuStreamWriteValue32, );
+  if (flags || to % 4 || !is_reachable(to, 4)) return kInvalidValue;
+  return submit(stream, [=]() -> result {
+    device_access open;
+    __atomic_store_n((uint32_t*)to, value, __ATOMIC_RELEASE);
+    return kSuccess;
+  });
+}
+
 // ---- Whose an address is ------------------------------------------------------------------------
 KALOS_FAKE(cuPointerGetAttribute, , 0, context, (void* out, int attribute, kalos_cu_ptr ptr)) {
   KALOS_FAKE_ENTER(cuPointerGetAttribute, );

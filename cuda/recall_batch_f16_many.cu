@@ -1,0 +1,5 @@
+// kalos_recall_batch_f16_many: recall of up to KALOS_BATCH_MANY queries a group over float16 rows.
+// kalos_tensor.cuh says all about it. A file of its own, so that it is compiled beside the others.
+#include "kalos_tensor.cuh"
+
+KALOS_BATCH_KERNEL(f16_many, true, KALOS_BATCH_MANY / 16, KALOS_BATCH_MANY_WARPS)

@@ -1,0 +1,6 @@
+from kalos_ctx._device import Device
+
+class DeviceScope: ...
+
+class DeviceScopes:
+    def __init__(self, device: Device) -> None: ...
