@@ -1,6 +1,8 @@
 """Windows and recall on a GPU beside what a user would pick instead, in one run.
 
-    python asv_benchmarks/gpu_rivals.py [windows] [recall] [k] [batch] [half] [scan] [busy] [threads]
+    python asv_benchmarks/gpu_rivals.py [PART...]
+
+The parts: windows recall k batch half scan busy threads; without one, all.
 
 Each line: what, p50 and p99 in microseconds from the call in Python to the result visible on the
 host, and beside it the floor or the rival, measured in the same process. Needs torch; CuPy and
@@ -195,8 +197,11 @@ def busy(torch, folder):
     work = threading.Thread(target=load)
     work.start()
     time.sleep(0.5)
-    row("window of 8192 tokens, the GPU busy with this process's short kernels",
-        lambda: gpu.assemble("s", max_tokens=8192).release(), seconds=2.0)
+    row(
+        "window of 8192 tokens, the GPU busy with this process's short kernels",
+        lambda: gpu.assemble("s", max_tokens=8192).release(),
+        seconds=2.0,
+    )
     stop.set()
     work.join()
     gpu.close()

@@ -1,5 +1,5 @@
-// kalos_batch.cuh: what a block of kalos_tensor.cuh holds in shared memory: the state of each query,
-// with the rows that may be its hits, and the tiles that its warps have in flight. No kernel here.
+// kalos_batch.cuh: what a block of kalos_tensor.cuh holds in shared memory: the state of each
+// query with its candidates, and the tiles that its warps have in flight. No kernel here.
 #ifndef KALOS_BATCH_CUH
 #define KALOS_BATCH_CUH
 
@@ -221,6 +221,7 @@ __device__ __forceinline__ void keep(query_state& state, uint32_t* bound_of_all,
   uint32_t list = state.lower[lane], count = state.count;
   const uint32_t kth = __shfl_sync(KALOS_ALL_LANES, list, k - 1);
   list = enter_words(list, lower, kth);
+  __syncwarp();
   state.lower[lane] = list;
   const uint32_t risen = __shfl_sync(KALOS_ALL_LANES, list, k - 1);
   uint32_t bound = *(volatile uint32_t*)&state.bound;
@@ -242,6 +243,7 @@ __device__ __forceinline__ void keep(query_state& state, uint32_t* bound_of_all,
     if (useful && !fits) atomicMax(&state.lost, upper);
     count = KALOS_BATCH_KEPT - more;
   }
+  __syncwarp();  // every lane has read what lane 0 writes
   if (lane == 0) state.count = count + more;
   give_lock(&state.lock);
 }

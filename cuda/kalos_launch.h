@@ -146,7 +146,7 @@ typedef struct kalos_recall_args {
 } kalos_recall_args;
 KALOS_STATIC_ASSERT(sizeof(kalos_recall_args) <= 4096, "a kernel's parameters");
 
-// ---- kalos_tensor.cuh: the best rows for many queries --------------------------------------------
+// ---- kalos_tensor.cuh: the best rows for many queries -------------------------------------------
 #define KALOS_BATCH_FEW 16u   // queries of a group, kalos_recall_batch_*_few
 #define KALOS_BATCH_MANY 64u  // queries of a group, kalos_recall_batch_*_many
 // Most warps of a block, which may have fewer where its memory is small. So many sums as those of

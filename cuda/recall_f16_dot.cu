@@ -3,5 +3,5 @@
 // others.
 #include "kalos_scan.cuh"
 
-KALOS_RECALL_KERNEL(f16_dot_few, true, false, false, 3)
+KALOS_RECALL_KERNEL(f16_dot_few, true, false, false, 4)
 KALOS_RECALL_KERNEL(f16_dot_many, true, false, true, 3)

@@ -3,5 +3,5 @@
 // others.
 #include "kalos_scan.cuh"
 
-KALOS_RECALL_KERNEL(f16_l2_few, true, true, false, 3)
+KALOS_RECALL_KERNEL(f16_l2_few, true, true, false, 4)
 KALOS_RECALL_KERNEL(f16_l2_many, true, true, true, 3)

@@ -32,6 +32,7 @@ class StoreScan:
     ) -> tuple[
         NDArray[np.uint64],
         NDArray[np.float32],
+        NDArray[np.int64],
         list[tuple[int, int, bool]],
         list[int],
         Scope,

@@ -69,11 +69,7 @@ LAYERS = {
     3: ("kalos_plan.h", "_planner", "planner.py"),
     4: (
         "kalos_launch.h",
-        "kalos_batch.cuh",
-        "kalos_bounds.cuh",
-        "kalos_device.cuh",
-        "kalos_recall.cuh",
-        "kalos_scan.cuh",
+        "*.cuh",
         "*.cu",
         "_crc_powers.h",
         "_driver.h",

@@ -53,6 +53,7 @@ cdef class Device:
     cdef readonly int ordinal
     cdef readonly int num_multiprocessors
     cdef dict functions             # address by name
+    cdef list images                # what each module was loaded from
 
     # ForkedHandle in a process that was forked off the one that opened the device.
     cdef int check(self) except -1

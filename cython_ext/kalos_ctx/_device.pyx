@@ -87,7 +87,7 @@ cdef class Device:
         device.driver = c_driver()
         device.ordinal = ordinal
         device.num_multiprocessors = num_multiprocessors
-        device.functions = {}
+        device.functions, device.images = {}, list(cubins.values())
         device.h_gpu = kalos_gpu_new(device.driver, ordinal, <uint32_t>len(cubins))
         if device.h_gpu == NULL:
             raise MemoryError()
@@ -151,7 +151,9 @@ cdef class Device:
         self.enter()
         try:
             for i in range(self.h_gpu.num_modules):
-                if self.driver.module_function(&found, self.h_gpu.modules[i], symbol) == 0:
+                # Asking for what is not there is an error that tools report.
+                if symbol + b"\0" in self.images[i] and self.driver.module_function(
+                        &found, self.h_gpu.modules[i], symbol) == 0:
                     self.functions[name] = <uintptr_t>found
                     return found
         finally:

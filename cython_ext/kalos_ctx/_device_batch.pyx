@@ -11,7 +11,7 @@ import threading
 
 from kalos_ctx._cpu_ops cimport KALOS_METRIC_COSINE
 from kalos_ctx._device cimport (
-    Device, kalos_gpu_enter, kalos_gpu_launch, kalos_gpu_launch_2d, kalos_gpu_leave,
+    kalos_gpu_enter, kalos_gpu_launch, kalos_gpu_launch_2d, kalos_gpu_leave,
     kalos_gpu_to_device,
 )
 from kalos_ctx._device_memory cimport growing_array
@@ -204,7 +204,7 @@ cdef class BatchScan:
         cu_check(code, "recall")
         try:
             lane.wait()
-        except:
+        except BaseException:
             lane.drain()
             raise
         lost = <const uint32_t*>(lane.host.data + hits_nbytes)

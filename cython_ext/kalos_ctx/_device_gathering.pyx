@@ -11,7 +11,7 @@ one is faster by the kernel, since the CPU's checksums are no longer in the way
 that are not registered yet and pass through pinned memory.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from kalos_ctx._device cimport (
@@ -145,7 +145,7 @@ cdef class DeviceGatherer(Gatherer):
         try:
             cu_check(code, "copy a window")
             lane.wait()
-        except:
+        except BaseException:
             lane.drain()
             raise
         finally:
@@ -181,7 +181,7 @@ cdef class DeviceGatherer(Gatherer):
             cu_check(code, "gather a window")
             try:
                 lane.wait()
-            except:
+            except BaseException:
                 lane.drain()
                 raise
             window.c_done()

@@ -16,7 +16,7 @@ from kalos_ctx._device cimport (
 from kalos_ctx._device_batch cimport BatchScan
 from kalos_ctx._device_rows cimport DeviceRows, device_rows
 from kalos_ctx._device_scopes cimport DeviceScope, DeviceScopes, kalos_recall_scope
-from kalos_ctx._driver cimport cu_check, kalos_cu_handle, kalos_cu_result
+from kalos_ctx._driver cimport cu_check, kalos_cu_result
 from kalos_ctx._lanes cimport Lane, Lanes
 from kalos_ctx._reader cimport StoreReader
 from kalos_ctx._store_scan cimport Scope, StoreScan
@@ -231,7 +231,7 @@ cdef class DeviceScan(StoreScan):
         cu_check(code, "recall")
         try:
             lane.wait()
-        except:
+        except BaseException:
             lane.drain()
             raise
         return 0

@@ -36,7 +36,7 @@ cdef class StoreScan:
                        uint32_t k, float min_score, kalos_hit* hits, uint32_t* counts) except -1
     # Called when a scan gave rows that are deleted, before it is done again.
     cdef int rows_gone(self, Scope scope) except -1
-    cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count,
-                       list gone)
+    cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t k,
+                       const uint32_t* counts, uint32_t num_queries, list gone)
     cdef list named(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count, list gone)
     cdef bint still_there(self, Scope scope) except -1

@@ -9,7 +9,7 @@ from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 
 import threading
 
@@ -36,6 +36,7 @@ from kalos_ctx.errors import (
 )
 
 cdef object FLOAT32 = np.dtype(np.float32), UINT64 = np.dtype(np.uint64)
+cdef object INT64 = np.dtype(np.int64)
 cdef size_t SCOPES_KEPT = 1024  # merged scopes of several collections
 
 
@@ -185,12 +186,14 @@ cdef class StoreScan:
 
     def passages(self, bytes tenant not None, tuple names not None, query, uint32_t k,
                  float min_score):
-        """The best passages of some collections for one query; the short way of a recall.
+        """The best passages of some collections; the short way of a recall.
 
         Returns
         -------
         ids : uint64 array of shape (H,)
+            Of all queries, one after the other.
         scores : float32 array of shape (H,)
+        counts : int64 array of shape (B,)
         places : list of (slot offset, seq, False)
         owners : list of int
             Which of `scope.names` each hit is of.
@@ -207,28 +210,33 @@ cdef class StoreScan:
         cdef Runs runs
         cdef Py_buffer values
         cdef kalos_hit* hits
-        cdef uint32_t count = 0, most
+        cdef uint32_t* counts
+        cdef uint32_t most, n, at, some, dim
         prepared, zero = self.prepare(query)
+        n, dim = <uint32_t>prepared.shape[0], <uint32_t>prepared.shape[1]
         while True:
             generation = self.reader.generation
             scope = self.settled(KALOS_SLOT_COLLECTION, tenant, names)
             runs = scope.runs
             while True:
                 gone = []
-                count, most = 0, <uint32_t>min(<uint64_t>k, runs.num_rows)
-                hits = <kalos_hit*>malloc((most + 1) * sizeof(kalos_hit))
+                most = <uint32_t>min(<uint64_t>k, runs.num_rows)
+                hits = <kalos_hit*>calloc(
+                    1, <size_t>n * (most * sizeof(kalos_hit) + sizeof(uint32_t)) + 1)
                 if hits == NULL:
                     raise MemoryError()
+                counts = <uint32_t*>(hits + <size_t>n * most)
+                PyObject_GetBuffer(prepared, &values, PyBUF_SIMPLE)
                 try:
-                    if most and not zero:
-                        PyObject_GetBuffer(prepared, &values, PyBUF_SIMPLE)
-                        try:
-                            self.scan_hits(scope, runs, <const float*>values.buf, 1, most,
-                                           min_score, hits, &count)
-                        finally:
-                            PyBuffer_Release(&values)
-                    found = self.entries(scope, runs, hits, count, gone)
+                    for at in range(0, n if most else 0, self.together):
+                        some = min(n - at, self.together)
+                        self.scan_hits(scope, runs, <const float*>values.buf + <size_t>at * dim,
+                                       some, most, min_score, hits + <size_t>at * most, counts + at)
+                    for at in zero:
+                        counts[at] = 0
+                    found = self.entries(scope, runs, hits, most, counts, n, gone)
                 finally:
+                    PyBuffer_Release(&values)
                     free(hits)
                 if not gone:
                     break
@@ -237,48 +245,60 @@ cdef class StoreScan:
             if self.still_there(scope) and generation == self.reader.generation:
                 return (*found, scope, zero, generation)
 
-    cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count,
-                       list gone):
-        """IDs, scores, places and owners of a scan's hits, each entry read and checked."""
+    cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t k,
+                       const uint32_t* counts, uint32_t num_queries, list gone):
+        """IDs, scores, counts, places and owners of hits [num_queries][k], each entry read and
+        checked; where rows are deleted, they go to `gone` and the rest is of no use."""
         cdef EntryTable table
         cdef kalos_entry entry
         cdef Index index = scope.rows.index
-        cdef uint32_t i, owner = 0, seq = 0
+        cdef const kalos_hit* hit
+        cdef uint32_t q, i, owner = 0, seq = 0
+        cdef uint64_t total = 0, at = 0
         cdef int64_t opened = -1
-        cdef Py_buffer ids, scores
+        cdef Py_buffer ids, scores, numbers
         cdef list places = [], owners = []
         cdef uint64_t number
-        all_ids, all_scores = np.empty(count, UINT64), np.empty(count, FLOAT32)
+        for q in range(num_queries):
+            total += counts[q]
+        all_ids, all_scores = np.empty(total, UINT64), np.empty(total, FLOAT32)
+        all_counts = np.empty(num_queries, INT64)
         PyObject_GetBuffer(all_ids, &ids, PyBUF_WRITABLE)
         PyObject_GetBuffer(all_scores, &scores, PyBUF_WRITABLE)
+        PyObject_GetBuffer(all_counts, &numbers, PyBUF_WRITABLE)
         try:
-            for i in range(count):
-                if not runs.locate(hits[i].row, &owner, &seq):
-                    raise AssertionError("a scan left its scope")
-                if opened != owner:
-                    if opened >= 0:
-                        table_clear(&table)
-                    opened = -1
-                    index.open_table(runs.slots[owner], &table)
-                    opened = owner
-                if seq >= table.image.num_entries:  # a rollback
-                    gone.append(hits[i].row)
-                    continue
-                read_entry(index, &table, seq, &entry)
-                if entry.vector_row != hits[i].row + 1 or entry.flags & KALOS_ENTRY_DEAD \
-                        or scope.rows.is_dead(hits[i].row):
-                    gone.append(hits[i].row)
-                    continue
-                number = seq if scope.turns else entry.sum
-                (<uint64_t*>ids.buf)[i], (<float*>scores.buf)[i] = number, hits[i].score
-                places.append((table.slot_off, seq, scope.turns))
-                owners.append(owner)
+            for q in range(num_queries):
+                (<int64_t*>numbers.buf)[q] = counts[q]
+                for i in range(counts[q]):
+                    hit = &hits[<size_t>q * k + i]
+                    if not runs.locate(hit.row, &owner, &seq):
+                        raise AssertionError("a scan left its scope")
+                    if opened != owner:
+                        if opened >= 0:
+                            table_clear(&table)
+                        opened = -1
+                        index.open_table(runs.slots[owner], &table)
+                        opened = owner
+                    if seq >= table.image.num_entries:  # a rollback
+                        gone.append(hit.row)
+                        continue
+                    read_entry(index, &table, seq, &entry)
+                    if entry.vector_row != hit.row + 1 or entry.flags & KALOS_ENTRY_DEAD \
+                            or scope.rows.is_dead(hit.row):
+                        gone.append(hit.row)
+                        continue
+                    number = seq if scope.turns else entry.sum
+                    (<uint64_t*>ids.buf)[at], (<float*>scores.buf)[at] = number, hit.score
+                    at += 1
+                    places.append((table.slot_off, seq, scope.turns))
+                    owners.append(owner)
         finally:
             PyBuffer_Release(&ids)
             PyBuffer_Release(&scores)
+            PyBuffer_Release(&numbers)
             if opened >= 0:
                 table_clear(&table)
-        return all_ids, all_scores, places, owners
+        return all_ids, all_scores, all_counts, places, owners
 
     def collections(self, bytes tenant not None, tuple names not None):
         """The scope of a tenant's collections; those that do not exist have no rows.
@@ -476,7 +496,7 @@ cdef class StoreScan:
     cdef list named(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t count, list gone):
         """(score, ID, slot offset, seq, owner) of hits."""
         cdef Py_ssize_t before = len(gone)
-        ids, scores, places, owners = self.entries(scope, runs, hits, count, gone)
+        ids, scores, _, places, owners = self.entries(scope, runs, hits, count, &count, 1, gone)
         if len(gone) != before:
             return []  # the scan is done again
         return [(score, number, place[0], place[1], owner) for score, number, place, owner

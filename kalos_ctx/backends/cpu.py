@@ -127,7 +127,12 @@ class CpuBackend:
         wanted = _checked(filters)
         if as_of is not None:
             as_of = arguments.whole(as_of, "as_of")
-        if session is None and wanted is None and type(query) is np.ndarray and query.ndim == 1:
+        if (
+            session is None
+            and wanted is None
+            and type(query) is np.ndarray
+            and query.ndim in (1, 2)
+        ):
             return Recalled(*self.passages(tenant, names, query, k, bound))
         prepared, zero = self._scan.prepare(query)
         while True:
@@ -160,14 +165,14 @@ class CpuBackend:
         k: int,
         bound: float = -math.inf,
     ) -> tuple[Hits, list[tuple[int, int, bool]], int]:
-        """Find passages for one query without a filter: the most frequent recall, in few steps.
+        """Find passages without a filter: the most frequent recall, in few steps.
 
         Parameters
         ----------
         tenant : bytes
         names : tuple of bytes
             Collections, each once.
-        query : array of shape (D,)
+        query : array of shape (D,) or (B, D)
         k : int
             0 to 1,024.
         bound : float
@@ -178,7 +183,7 @@ class CpuBackend:
         hits, places, generation
             As `Recalled` has them.
         """
-        ids, scores, places, owners, scope, zero, generation = self._scan.passages(
+        ids, scores, counts, places, owners, scope, zero, generation = self._scan.passages(
             tenant, names, query, k, bound
         )
         count = len(places)
@@ -188,8 +193,6 @@ class CpuBackend:
         else:
             labels = [arguments.name_out(name) for name in found]
             sources = tuple([labels[owner] for owner in owners])
-        counts = np.empty(1, np.int64)
-        counts[0] = count
         reason = "zero_query" if zero else None
         hits = Hits(ids, scores, counts, cast("tuple[str, ...]", sources), reason)
         return hits, places, generation

@@ -1,4 +1,4 @@
-// test_batch_bounds: the bounds that kalos_tensor.cuh works with, of every row for up to 16 queries.
+// test_batch_bounds: the bounds of kalos_tensor.cuh, of every row for up to 16 queries.
 #include "kalos_bounds.cuh"
 
 struct test_bounds_args {
