@@ -49,6 +49,7 @@ class StoreScan:
         zero: list[int],
         k: int,
         min_score: float,
+        tries: int = ...,
     ) -> list[list[Hit]] | None: ...
 
 def lower_bound(min_score: float | None) -> float: ...

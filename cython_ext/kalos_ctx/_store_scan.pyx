@@ -37,6 +37,7 @@ from kalos_ctx.errors import (
 
 cdef object FLOAT32 = np.dtype(np.float32), UINT64 = np.dtype(np.uint64)
 cdef object INT64 = np.dtype(np.int64)
+cdef uint32_t SCOPES_TRIED = 8  # for one call, while its hits are deleted under it
 cdef size_t SCOPES_KEPT = 1024  # merged scopes of several collections
 
 
@@ -211,7 +212,7 @@ cdef class StoreScan:
         cdef Py_buffer values
         cdef kalos_hit* hits
         cdef uint32_t* counts
-        cdef uint32_t most, n, at, some, dim
+        cdef uint32_t most, n, at, some, dim, tries = 0
         prepared, zero = self.prepare(query)
         n, dim = <uint32_t>prepared.shape[0], <uint32_t>prepared.shape[1]
         while True:
@@ -241,8 +242,11 @@ cdef class StoreScan:
                 if not gone:
                     break
                 self.rows_gone(scope)
+                tries += 1
+                if tries < SCOPES_TRIED:  # with what was added meanwhile, so that it is one state
+                    break
                 runs = runs.without(set(gone))
-            if self.still_there(scope) and generation == self.reader.generation:
+            if not gone and self.still_there(scope) and generation == self.reader.generation:
                 return (*found, scope, zero, generation)
 
     cdef tuple entries(self, Scope scope, Runs runs, const kalos_hit* hits, uint32_t k,
@@ -401,13 +405,19 @@ cdef class StoreScan:
         return Runs(runs.slots, runs.spans, runs.seqs, runs.owners, runs.edges, by_row)
 
     def best(self, Scope scope not None, Runs runs not None, prepared not None, list zero not None,
-             uint32_t k, float min_score):
+             uint32_t k, float min_score, uint32_t tries=SCOPES_TRIED):
         """The best rows of `runs`, which are the scope's or a part of them.
+
+        Parameters
+        ----------
+        tries : int
+            Scopes that were built for the call before. After some, a scan whose hits are deleted
+            meanwhile is done again without them, and no longer with a new scope.
 
         Returns
         -------
         list of list of (score, id, slot_off, seq, owner), best first, one list a query
-            Or None where a slot of the scope was erased meanwhile: build the scope again.
+            Or None where rows of the scope were erased meanwhile: build the scope again.
         """
         cdef list gone
         live = [i for i in range(prepared.shape[0]) if i not in zero] if zero else None
@@ -431,6 +441,8 @@ cdef class StoreScan:
             if not gone:
                 return out
             self.rows_gone(scope)
+            if tries < SCOPES_TRIED:
+                return None
             runs = runs.without(set(gone))
 
     cdef list scan(self, Scope scope, Runs runs, object queries, uint32_t k, float min_score,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class CpuBackend:
         ):
             return Recalled(*self.passages(tenant, names, query, k, bound))
         prepared, zero = self._scan.prepare(query)
-        while True:
+        for tries in itertools.count():
             generation = self._core.generation
             try:
                 scopes = self._scopes(tenant, names, session, wanted, as_of)
@@ -145,9 +146,10 @@ class CpuBackend:
                     raise
                 continue
             found = [
-                self._scan.best(scope, runs, prepared, zero, k, bound) for scope, runs in scopes
+                self._scan.best(scope, runs, prepared, zero, k, bound, tries)
+                for scope, runs in scopes
             ]
-            # None: a slot was erased or the store moved to other files meanwhile.
+            # None: rows were erased or the store moved to other files meanwhile.
             if None not in found and generation == self._core.generation:
                 break
         hits = cast("list[list[list[Hit]]]", found)
