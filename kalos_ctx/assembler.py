@@ -457,10 +457,9 @@ def _checked_device(device: Any) -> int | None:
     if device == "cpu":
         return None
     if device == "auto":
-        from kalos_ctx.backends.cuda_device import find_device
+        from kalos_ctx.backends.cuda import first_device
 
-        found = find_device()
-        return None if found is None else found.ordinal
+        return first_device()
     kind, colon, number = device.partition(":")
     if kind == "cuda" and (not colon or (number.isascii() and number.isdigit())):
         return int(number) if colon else 0

@@ -105,13 +105,15 @@ cdef class DeviceGatherer(Gatherer):
         self.lanes.give(lane)
 
     cdef int fill(self, WindowParts parts, Window window, kalos_cu_handle stream) except -1:
+        cdef bint done
         self.device.check()
         if stream == NULL and self.segments is not None \
                 and parts.spans.tokens >= self.zero_copy_from:
-            if self.gather_mapped(parts, window):
-                return 0
+            done = self.gather_mapped(parts, window)
             if self.segments.wants():
                 self.segments.serve(parts.tokens)
+            if done:
+                return 0
         return self.copy_staged(parts, window, stream)
 
     # ---- Staged ---------------------------------------------------------------------------------

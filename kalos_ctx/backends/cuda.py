@@ -15,6 +15,7 @@ from kalos_ctx._device_recall import DeviceScan
 from kalos_ctx._registered import RegisteredSegments
 from kalos_ctx.backends import cuda_device
 from kalos_ctx.backends.cpu import CpuBackend, Recalled
+from kalos_ctx.errors import DeviceError
 
 if TYPE_CHECKING:
     from kalos_ctx.store import SessionStore
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 REGISTERED_NBYTES_MAX = 16 << 30
 
 _opened: dict[tuple[int, int], tuple[Device, cuda_device.OpenedDevice]] = {}
+_first: dict[int, int | None] = {}  # by process: what "auto" found
+_readable: dict[tuple[int, int, int], str] = {}  # by process, GPU and file system: the self-test
 _lock = threading.Lock()
 
 
@@ -32,17 +35,35 @@ def shared_device(ordinal: int) -> tuple[Device, cuda_device.OpenedDevice]:
 
     Raises
     ------
-    DeviceUnavailable
+    DeviceUnavailable, DeviceError, MemoryError
     """
     with _lock:
-        key = (os.getpid(), ordinal)  # what a parent opened is of no use behind a fork
-        found = _opened.get(key)
-        if found is None:
-            opened = cuda_device.open_device(ordinal)
-            log.info("%s: kernels: %s", opened.name, opened.kernels)
-            device = Device.open(ordinal, opened.cubins, opened.num_multiprocessors)
-            found = _opened[key] = (device, opened)
-        return found
+        found = _opened.get((os.getpid(), ordinal))  # a parent's is of no use behind a fork
+        return _kept(cuda_device.open_device(ordinal)) if found is None else found
+
+
+def _kept(opened: cuda_device.OpenedDevice) -> tuple[Device, cuda_device.OpenedDevice]:
+    log.info("%s: kernels: %s", opened.name, opened.kernels)
+    device = Device.open(opened.ordinal, opened.cubins, opened.num_multiprocessors)
+    _opened[os.getpid(), opened.ordinal] = (device, opened)
+    return device, opened
+
+
+def first_device() -> int | None:
+    """Return the ordinal of the GPU that `device="auto"` takes, None for the CPU.
+
+    Looked for once a process. A GPU that does not work is a warning in the log, with the reason.
+    """
+    pid = os.getpid()
+    with _lock:
+        if pid not in _first:
+            found = cuda_device.find_device()
+            try:
+                _first[pid] = None if found is None else _kept(found)[1].ordinal
+            except (DeviceError, MemoryError) as error:
+                log.warning("the GPU is not used, windows are built on the CPU: %s", error)
+                _first[pid] = None
+        return _first[pid]
 
 
 def registered_budget() -> int:
@@ -54,11 +75,15 @@ def registered_budget() -> int:
 def make_gatherer(store: SessionStore, ordinal: int) -> DeviceGatherer:
     """Return what fills windows of a device; it reads the store's files where that works.
 
-    A self-test with a file beside the store's decides: a GPU that does not see what another
-    mapping of the file wrote gets windows by copies alone, and the log says why.
+    A self-test with a file beside the store decides, once for a file system: a GPU that does not
+    see what another mapping of the file wrote gets windows by copies alone, and the log says why.
     """
     device, opened = shared_device(ordinal)
-    why = cuda_device.page_cache_self_test(opened, store.path)
+    key = (os.getpid(), ordinal, os.stat(store.path).st_dev)
+    if key not in _readable:
+        beside = os.path.dirname(os.path.abspath(store.path))
+        _readable[key] = cuda_device.page_cache_self_test(opened, beside)
+    why = _readable[key]
     segments = None
     if why == cuda_device.ZERO_COPY:
         segments = RegisteredSegments(device, registered_budget())
