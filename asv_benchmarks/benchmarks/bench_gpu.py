@@ -23,7 +23,7 @@ def on_gpu(store):
 class GpuWindow:
     """A window in device memory, complete on return."""
 
-    params = ((1_000, 40, 8_192), (1_000, 400, 8_192), (1_000, 400, 131_072))
+    params = ([(1_000, 40, 8_192), (1_000, 400, 8_192), (1_000, 400, 131_072)],)
     param_names = ("turns_tokens_a_turn_budget",)
     number = 200
 
