@@ -128,7 +128,7 @@ typedef struct kalos_recall_args {
   uint64_t factors;   // device: float by row; read for cosine alone
   uint64_t dead;      // device: uint32 bitmap by row
   uint64_t queries;   // device: float [num_queries][dim], padded with zeros; 0: query, below
-  uint64_t scopes;    // device: kalos_recall_scope [num_queries]; 0: scope, below
+  uint64_t scopes;    // device: kalos_recall_scope [num_queries]; 0: scope, below, for every query
   uint64_t lists;     // device: uint64 [num_queries][blocks][k]: scratch
   uint64_t counters;  // device: uint32 [num_queries + 1], zero between launches
   uint64_t hits;      // host: uint64 keys [num_queries][k], best first, 0 behind the last

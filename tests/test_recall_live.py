@@ -195,3 +195,17 @@ def test_recall_after_close_raises(store_path):
     store.close()
     with pytest.raises(StoreClosed):
         backend.recall([1, 0], top_k=1, collections=(b"c",))
+
+
+def test_threads_recall_at_once_from_a_backend_that_is_new_or_closes(store):
+    rng = np.random.default_rng(11)
+    store.add_passages("c", rng.standard_normal((300, 8)))
+    queries = rng.standard_normal((3, 8)).astype(np.float32)
+    options = {"top_k": 5, "collections": (b"c",)}
+    expected = bits(make_backend(store).recall(queries, **options))
+    for _ in range(10):
+        backend = make_backend(store)
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(backend.recall, queries, **options) for _ in range(16)]
+            backend.close()
+            assert [bits(call.result()) for call in calls] == [expected] * 16

@@ -201,12 +201,10 @@ cdef class BatchScan:
                 warps * 32, <unsigned int>kalos_batch_shared_nbytes(min(n, group), dim, warps),
                 lane.stream, &args)
         kalos_gpu_leave(self.device.h_gpu)
-        cu_check(code, "recall")
-        try:
-            lane.wait()
-        except BaseException:
+        if code:
             lane.drain()
-            raise
+        cu_check(code, "recall")
+        lane.wait()
         lost = <const uint32_t*>(lane.host.data + hits_nbytes)
         for q in range(n):
             if lost[q]:

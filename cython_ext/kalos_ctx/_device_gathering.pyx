@@ -145,11 +145,10 @@ cdef class DeviceGatherer(Gatherer):
         if lane is None:
             return cu_check(code, "copy a window")
         try:
+            if code:
+                lane.drain()
             cu_check(code, "copy a window")
             lane.wait()
-        except BaseException:
-            lane.drain()
-            raise
         finally:
             self.lanes.give(lane)
         window.c_done()
@@ -181,11 +180,7 @@ cdef class DeviceGatherer(Gatherer):
                                         KALOS_GATHER_BLOCK, 0, lane.stream, &args)
             self.device.leave()
             cu_check(code, "gather a window")
-            try:
-                lane.wait()
-            except BaseException:
-                lane.drain()
-                raise
+            lane.wait()
             window.c_done()
             bad = lane.done.bad
             if bad:

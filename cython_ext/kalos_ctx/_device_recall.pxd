@@ -7,7 +7,7 @@ from kalos_ctx._device cimport Device
 from kalos_ctx._device_batch cimport BatchScan
 from kalos_ctx._device_rows cimport DeviceRows
 from kalos_ctx._device_scopes cimport DeviceScope, DeviceScopes
-from kalos_ctx._driver cimport kalos_cu_handle, kalos_cu_ptr
+from kalos_ctx._driver cimport kalos_cu_handle
 from kalos_ctx._lanes cimport Lane, Lanes
 from kalos_ctx._store_scan cimport Scope, StoreScan
 from kalos_ctx._vectors cimport RowMap, Runs

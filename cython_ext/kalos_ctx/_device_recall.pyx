@@ -25,7 +25,6 @@ from kalos_ctx._vectors cimport RowMap, Runs
 cdef extern from "kalos_launch.h" nogil:
     enum:
         KALOS_RECALL_BLOCK
-        KALOS_RECALL_MAX_K
         KALOS_RECALL_MAX_QUERIES
         KALOS_RECALL_INLINE
         KALOS_RECALL_FEW
@@ -98,11 +97,8 @@ cdef class DeviceScan(StoreScan):
         return {name: self.counts[kind] for kind, name in enumerate(KIND_NAMES) if name}
 
     def close(self):
-        """Give the rows' memory back. Nothing may be in flight."""
-        if self.resident is not None:
-            self.resident.close()
-            self.resident = None
-        self.batches = None
+        """Give the rows' memory back, once the scans that read it have ended."""
+        self.resident = self.batches = None
         self.scopes.clear()
 
     # ---- What a launch needs --------------------------------------------------------------------
@@ -116,9 +112,9 @@ cdef class DeviceScan(StoreScan):
                 if resident is None or resident.index is not rows.index:
                     resident = device_rows(self.device, rows, 0, 0)
                     resident.load(rows, self.progress)
-                    self.resident = resident  # what scans of the former rows still hold stays
-                    self.scopes.clear()
                     self.find_kernels(resident)
+                    self.scopes.clear()
+                    self.resident = resident  # what scans of the former rows still hold stays
         resident.follow(rows, NULL)
         return resident
 
@@ -138,6 +134,7 @@ cdef class DeviceScan(StoreScan):
         cdef DeviceRows rows
         cdef Lane lane
         cdef DeviceScope on_device
+        cdef BatchScan batches
         cdef bint found
         cdef uint64_t* keys
         cdef uint32_t q, i
@@ -151,10 +148,11 @@ cdef class DeviceScan(StoreScan):
         try:
             on_device = self.scopes.of(runs, lane)
             found = False
-            if num_queries > 1 and self.batches.rows is rows \
-                    and self.batches.takes(num_queries, k):
+            batches = self.batches  # another thread may close, or go on to other rows
+            if num_queries > 1 and batches is not None and batches.rows is rows \
+                    and batches.takes(num_queries, k):
                 self.counts[<int>TENSOR] += 1
-                found = self.batches.scan(lane, on_device, queries, num_queries, k, min_score)
+                found = batches.scan(lane, on_device, queries, num_queries, k, min_score)
                 self.counts[<int>LOST] += not found
             if not found:
                 self.launch(lane, rows, on_device, queries, num_queries, k, min_score)
@@ -184,12 +182,10 @@ cdef class DeviceScan(StoreScan):
                     uint32_t n, uint32_t k, float min_score) except -1:
         """Scan and wait: keys of hits stand at the beginning of the lane's pinned memory."""
         cdef kalos_recall_args args
-        cdef kalos_recall_scope* each
-        cdef uint32_t dim = rows.dim_padded, q, a_block = 3 if rows.half else 4
+        cdef uint32_t dim = rows.dim_padded, a_block = 3 if rows.half else 4
         cdef uint32_t blocks, block_rows = 128 if rows.half else 64
         cdef size_t hits_nbytes = (<size_t>n * k * 8 + 63) // 64 * 64
-        cdef size_t queries_nbytes = (<size_t>n * dim * 4 + 63) // 64 * 64
-        cdef size_t asked = queries_nbytes + n * sizeof(kalos_recall_scope)
+        cdef size_t asked = (<size_t>n * dim * 4 + 63) // 64 * 64
         cdef int kind = FEW
         cdef kalos_cu_result code
         if k > KALOS_RECALL_FEW:
@@ -215,23 +211,18 @@ cdef class DeviceScan(StoreScan):
         cu_check(code, "recall")
         if n == 1 and dim <= KALOS_RECALL_INLINE:
             memcpy(args.query, queries, dim * 4)
-        elif code == 0:
+        else:
             memcpy(lane.host.data + hits_nbytes, queries, <size_t>n * dim * 4)
-            each = <kalos_recall_scope*>(lane.host.data + hits_nbytes + queries_nbytes)
-            for q in range(n):
-                each[q] = args.scope
             code = kalos_gpu_to_device(self.device.h_gpu, lane.scratch.data,
                                        lane.host.data + hits_nbytes, asked, lane.stream)
-            args.queries, args.scopes = lane.scratch.data, lane.scratch.data + queries_nbytes
+            args.queries = lane.scratch.data
         if code == 0:
             code = kalos_gpu_launch_2d(
                 self.device.h_gpu, self.kernels[kind], blocks, n, KALOS_RECALL_BLOCK,
                 dim * 4, lane.stream, &args)
         kalos_gpu_leave(self.device.h_gpu)
-        cu_check(code, "recall")
-        try:
-            lane.wait()
-        except BaseException:
+        if code:
             lane.drain()
-            raise
+        cu_check(code, "recall")
+        lane.wait()
         return 0

@@ -9,6 +9,9 @@ stream.
 Deleted rows stay in their place. The dead bitmap is also kept in pinned memory as it stands on the
 device: bits are only ever added, so neither of two threads that add to one word takes back what
 the other added, and what did not change is not copied.
+
+The file is long because every part works on the same buffers under the same lock; where rows come
+from (`_row_source`) and what follows them (`_row_follower`) stand apart.
 """
 
 import random

@@ -15,11 +15,9 @@ typedef unsigned long long kalos_cu_allocation;   // CUmemGenericAllocationHandl
 
 #define KALOS_CU_NOT_READY 600
 #define KALOS_CU_OUT_OF_MEMORY 2
-#define KALOS_CU_ALREADY_REGISTERED 712
 
 #define KALOS_CU_STREAM_NON_BLOCKING 1u
 #define KALOS_CU_EVENT_DISABLE_TIMING 2u
-#define KALOS_CU_EVENT_DEFAULT 0u
 #define KALOS_CU_HOST_PORTABLE 1u
 #define KALOS_CU_HOST_DEVICEMAP 2u
 #define KALOS_CU_REGISTER_PORTABLE 1u
@@ -88,14 +86,10 @@ typedef struct kalos_cu_mem_access {  // CUmemAccessDesc
   X(event_record, "cuEventRecord", (kalos_cu_handle, kalos_cu_handle))                            \
   X(event_query, "cuEventQuery", (kalos_cu_handle))                                               \
   X(event_synchronize, "cuEventSynchronize", (kalos_cu_handle))                                   \
-  X(event_elapsed, "cuEventElapsedTime", (float*, kalos_cu_handle, kalos_cu_handle))              \
   X(module_load, "cuModuleLoadData", (kalos_cu_handle*, const void*))                             \
   X(module_unload, "cuModuleUnload", (kalos_cu_handle))                                           \
   X(module_function, "cuModuleGetFunction", (kalos_cu_handle*, kalos_cu_handle, const char*))     \
   X(function_set, "cuFuncSetAttribute", (kalos_cu_handle, int, int))                              \
-  X(function_get, "cuFuncGetAttribute", (int*, int, kalos_cu_handle))                             \
-  X(function_blocks, "cuOccupancyMaxActiveBlocksPerMultiprocessor",                               \
-    (int*, kalos_cu_handle, int, size_t))                                                         \
   X(launch, "cuLaunchKernel",                                                                     \
     (kalos_cu_handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,       \
      kalos_cu_handle, void**, void**))                                                            \
@@ -108,8 +102,7 @@ typedef struct kalos_cu_mem_access {  // CUmemAccessDesc
   X(vm_unmap, "cuMemUnmap", (kalos_cu_ptr, size_t))                                               \
   X(vm_access, "cuMemSetAccess", (kalos_cu_ptr, size_t, const kalos_cu_mem_access*, size_t))      \
   X(vm_export, "cuMemExportToShareableHandle", (void*, kalos_cu_allocation, int, uint64_t))       \
-  X(error_name, "cuGetErrorName", (kalos_cu_result, const char**))                                \
-  X(error_text, "cuGetErrorString", (kalos_cu_result, const char**))
+  X(error_name, "cuGetErrorName", (kalos_cu_result, const char**))
 
 typedef struct kalos_driver {
 #define KALOS_CU_MEMBER(member, symbol, parameters) kalos_cu_result(*member) parameters;

@@ -12,10 +12,8 @@ cdef extern from "_driver.h" nogil:
     enum:
         KALOS_CU_NOT_READY
         KALOS_CU_OUT_OF_MEMORY
-        KALOS_CU_ALREADY_REGISTERED
         KALOS_CU_STREAM_NON_BLOCKING
         KALOS_CU_EVENT_DISABLE_TIMING
-        KALOS_CU_EVENT_DEFAULT
         KALOS_CU_HOST_PORTABLE
         KALOS_CU_HOST_DEVICEMAP
         KALOS_CU_REGISTER_PORTABLE
@@ -76,14 +74,11 @@ cdef extern from "_driver.h" nogil:
         kalos_cu_result (*event_record)(kalos_cu_handle, kalos_cu_handle) noexcept nogil
         kalos_cu_result (*event_query)(kalos_cu_handle) noexcept nogil
         kalos_cu_result (*event_synchronize)(kalos_cu_handle) noexcept nogil
-        kalos_cu_result (*event_elapsed)(float*, kalos_cu_handle, kalos_cu_handle) noexcept nogil
         kalos_cu_result (*module_load)(kalos_cu_handle*, const void*) noexcept nogil
         kalos_cu_result (*module_unload)(kalos_cu_handle) noexcept nogil
         kalos_cu_result (*module_function)(
             kalos_cu_handle*, kalos_cu_handle, const char*) noexcept nogil
         kalos_cu_result (*function_set)(kalos_cu_handle, int, int) noexcept nogil
-        kalos_cu_result (*function_get)(int*, int, kalos_cu_handle) noexcept nogil
-        kalos_cu_result (*function_blocks)(int*, kalos_cu_handle, int, size_t) noexcept nogil
         kalos_cu_result (*launch)(
             kalos_cu_handle, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,
             unsigned int, unsigned int, kalos_cu_handle, void**, void**) noexcept nogil
@@ -101,7 +96,6 @@ cdef extern from "_driver.h" nogil:
             kalos_cu_ptr, size_t, const kalos_cu_mem_access*, size_t) noexcept nogil
         kalos_cu_result (*vm_export)(void*, kalos_cu_allocation, int, uint64_t) noexcept nogil
         kalos_cu_result (*error_name)(kalos_cu_result, const char**) noexcept nogil
-        kalos_cu_result (*error_text)(kalos_cu_result, const char**) noexcept nogil
 
 
 # The driver's table, filled at the first call; DeviceUnavailable where there is no driver.

@@ -39,10 +39,11 @@ cdef class Lane:
     cdef readonly PinnedBuffer host
     cdef readonly DeviceBuffer scratch
     cdef readonly DeviceBuffer counters
-    # The next launch's number; then wait for it, without the GIL. DeviceError where the GPU failed.
+    # The next launch's number; then wait for it, without the GIL. DeviceError where the GPU failed;
+    # nothing of the lane is in use then.
     cdef uint32_t next_ticket(self) noexcept
     cdef int wait(self) except -1
-    # After a failure between launch and wait: nothing of the lane is in use afterwards.
+    # Wait for all that the stream holds, after a failure between two launches.
     cdef void drain(self) noexcept
 
 

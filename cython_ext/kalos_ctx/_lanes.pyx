@@ -133,6 +133,8 @@ cdef class Lane:
                         code = 0
                     if code:
                         break
+        if code:
+            self.drain()
         return cu_check(code, "finish a call")
 
     cdef void drain(self) noexcept:
