@@ -10,6 +10,7 @@ import sys
 import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device
+
 from kalos_ctx._driver import driver_calls
 
 
