@@ -23,6 +23,9 @@ CXX_MODULES = {
     "_assembler",
     "_gathering",
     "_device_gathering",
+    "_window_wire",
+    "_serving",
+    "_asking",
 }
 JOBS = os.cpu_count() or 1
 # Cython's worker processes would run this file again under any other start method.
@@ -72,6 +75,7 @@ setup(
         "kalos_ctx.adapters",
         "kalos_ctx.backends",
         "kalos_ctx.demo_data",
+        "kalos_ctx.sidecar",
         "kalos_ctx._kernels",
     ],
     package_data={

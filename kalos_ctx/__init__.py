@@ -31,6 +31,7 @@ from kalos_ctx.errors import (
     ProtocolError,
     SessionExpired,
     SessionNotFound,
+    SidecarTimeout,
     SidecarUnavailable,
     StoreClosed,
     StoreCorrupt,
@@ -49,12 +50,18 @@ if _TYPE_CHECKING:
     from kalos_ctx._turns import Passage, Turn
     from kalos_ctx.assembler import ContextAssembler
     from kalos_ctx.planner import Plan, PlanItem, Policy
+    from kalos_ctx.sidecar.access import AccessRules
+    from kalos_ctx.sidecar.client import AsyncClient, Client, connect, connect_async
+    from kalos_ctx.sidecar.server import serve
     from kalos_ctx.store import SessionStore
     from kalos_ctx.tokens import TokenCodec
     from kalos_ctx.types import ErasureReceipt, Flaw, Hits, Page, VerifyReport
 
 # Where each name that is not loaded yet comes from.
 _HOMES = {
+    "AccessRules": "sidecar.access",
+    "AsyncClient": "sidecar.client",
+    "Client": "sidecar.client",
     "ContextAssembler": "assembler",
     "ErasureReceipt": "types",
     "Flaw": "types",
@@ -68,10 +75,16 @@ _HOMES = {
     "TokenCodec": "tokens",
     "Turn": "_turns",
     "VerifyReport": "types",
+    "connect": "sidecar.client",
+    "connect_async": "sidecar.client",
+    "serve": "sidecar.server",
 }
 
 __all__ = [
+    "AccessRules",
+    "AsyncClient",
     "BudgetExceeded",
+    "Client",
     "Conflict",
     "ContextAssembler",
     "ControlTokenInContent",
@@ -103,6 +116,7 @@ __all__ = [
     "SessionExpired",
     "SessionNotFound",
     "SessionStore",
+    "SidecarTimeout",
     "SidecarUnavailable",
     "StoreClosed",
     "StoreCorrupt",
@@ -118,6 +132,9 @@ __all__ = [
     "VerifyReport",
     "VersionMismatch",
     "WindowReleased",
+    "connect",
+    "connect_async",
+    "serve",
 ]
 
 

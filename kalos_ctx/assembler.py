@@ -237,6 +237,31 @@ class ContextAssembler(AssemblerCore):
         hits = found.hits
         return hits
 
+    def load(self) -> None:
+        """Bring the store's vectors to where recall needs them, before the first one asks.
+
+        Raises
+        ------
+        StoreCorrupt, StoreClosed, DeviceError
+        """
+        self._recaller().load()
+
+    def gauges(self) -> dict[str, int]:
+        """Return what is in use now.
+
+        `pool_slots`, `pool_free`: window slots; `registered_bytes`: of token files that a GPU
+        reads; `device_bytes`: of its memory; `vector_rows`: of the store.
+        """
+        segments = getattr(self.gatherer, "segments", None)
+        device = self.pool.device
+        return {
+            "pool_slots": self.pool.slots,
+            "pool_free": self.pool.free,
+            "registered_bytes": 0 if segments is None else segments.nbytes,
+            "device_bytes": 0 if device is None else device.counts()["device_nbytes"],
+            "vector_rows": self.store._core.num_vector_rows,
+        }
+
     @property
     def windows(self) -> LiveWindows:
         """Mapping of session to its latest live window."""

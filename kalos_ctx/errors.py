@@ -169,6 +169,10 @@ class SidecarUnavailable(KalosError):
     """No sidecar answers at the socket."""
 
 
+class SidecarTimeout(SidecarUnavailable, TimeoutError):
+    """The sidecar did not answer in time; a write may still be done, a read changes nothing."""
+
+
 class PeerDenied(KalosError):
     """The peer's user may not do this."""
 

@@ -92,8 +92,6 @@ class Report:
         Why the window is less than was asked for.
     """
 
-    degraded: str | None = None
-
     def __init__(self, window: ContextWindow) -> None:
         self._parts: WindowParts = window.parts
         # Not the window itself: a report that is kept must not keep a slot.
@@ -101,6 +99,7 @@ class Report:
         self.hits: Hits = NO_HITS if self._parts.hits is None else self._parts.hits
         self.reused_tokens: int = self._parts.reused_tokens
         self.path: str = self._parts.path
+        self.degraded: str | None = self._parts.degraded
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

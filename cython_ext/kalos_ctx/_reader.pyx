@@ -16,7 +16,9 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
-from kalos_ctx._control cimport WORD_COMMITTED, WORD_GENERATION, WORD_INDEX, Control
+from kalos_ctx._control cimport (
+    WORD_COMMITTED, WORD_GENERATION, WORD_INDEX, WORD_ROWS, Control,
+)
 from kalos_ctx._index cimport EntryTable, Index, table_clear, table_entry
 from kalos_ctx._layout cimport (
     KALOS_DTYPE_FLOAT16, KALOS_ENTRY_DEAD, KALOS_ENTRY_FRAMED, KALOS_ENTRY_ORPHAN, KALOS_ENTRY_TEXT,
@@ -94,6 +96,11 @@ cdef class StoreReader:
         except OSError as e:
             raise StoreIOError(e.errno, f"cannot open the store's folder: {e.strerror}") from None
         self.follow()
+
+    @property
+    def num_vector_rows(self):
+        """Rows of the vector file that a scan may look at, dead ones included."""
+        return self.control.word(WORD_ROWS)
 
     def follow(self):
         """Open control file and generation, once the writer has them in order.

@@ -2,6 +2,9 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from kalos_ctx._channel_layout cimport (
+    KALOS_FATE_OF_SUMMARY, KALOS_FATE_OF_TURN, kalos_window_fate,
+)
 from kalos_ctx._index cimport Index
 from kalos_ctx._planner cimport kalos_history_plan, kalos_plan_request
 from kalos_ctx._segment cimport SegmentSet
@@ -77,6 +80,9 @@ cdef class WindowParts:
     cdef Index index               # whose session was planned
     cdef uint64_t slot_off
     cdef uint64_t name_lsn
+    cdef kalos_window_fate* fate_runs  # what became of the turns, once it was asked for
+    cdef uint32_t num_fates
+    cdef bint fates_known
     cdef readonly list lengths     # tokens of every turn, for a plan
     cdef readonly uint64_t total
     cdef readonly uint64_t recall_budget
@@ -89,6 +95,13 @@ cdef class WindowParts:
     cdef int64_t clocks[STAGES]
     cdef public str path           # how the tokens came into the window
     cdef public str recall_path    # how recall ran where it was another way than the backend's own
+    cdef public str degraded       # why the window is less than was asked for
+    cdef int add_fate(self, uint8_t kind, uint64_t first, uint64_t stop, uint8_t why,
+                      uint64_t cut) except -1
+    cdef int find_fates(self) except -1
+    cdef int find_view_fates(self) except -1
+    cdef uint64_t gone_at(self, Py_ssize_t i) except? 0
+    cdef int add_gone(self, Py_ssize_t i) except -1
     cdef kalos_span* push(self, uint64_t length, uint8_t kind) except NULL
     cdef int push_memory(self, Memory which, uint64_t length, uint8_t kind,
                          uint8_t flags) except -1

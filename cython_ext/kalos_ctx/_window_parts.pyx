@@ -5,8 +5,8 @@ Nothing here looks a session up: `_session_table` does, and `_assembler` puts th
 
 from cpython.bytes cimport PyBytes_AS_STRING
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from kalos_ctx._layout cimport (
@@ -14,7 +14,8 @@ from kalos_ctx._layout cimport (
     kalos_image,
 )
 from kalos_ctx._planner cimport (
-    KALOS_FATE_CUT, KALOS_PASSAGE_TAKEN, KALOS_PLAN_GROUPS, KALOS_PLAN_MERGED, KALOS_PLAN_OVERFLOW,
+    KALOS_FATE_BUDGET, KALOS_FATE_CUT, KALOS_FATE_END_ON, KALOS_FATE_KEPT, KALOS_FATE_OVERFLOW,
+    KALOS_FATE_START_ON, KALOS_PASSAGE_TAKEN, KALOS_PLAN_GROUPS, KALOS_PLAN_MERGED, KALOS_PLAN_OVERFLOW,
     KALOS_PLAN_PARTIAL, KALOS_PLAN_STABLE, fate_of, recall_frame, select_passages,
 )
 from kalos_ctx._segment cimport SegmentSet
@@ -26,8 +27,11 @@ from kalos_ctx._session_view cimport (
 
 from kalos_ctx.errors import StoreCorrupt
 
-cdef tuple FATE_NAMES = (
-    "kept", "cut", "budget", "group", "orphan", "start_on", "end_on", "overflow")
+# By a fate's number, of the planner and behind those of the view; docs/windows.md explains them.
+WHY_NAMES = ("", "cut", "budget", "group", "orphan", "start_on", "end_on", "overflow",
+             "summarized", "expired")
+KIND_NAMES = ("turn", "summary")
+cdef uint8_t OF_TURN = KALOS_FATE_OF_TURN, OF_SUMMARY = KALOS_FATE_OF_SUMMARY
 cdef tuple VERDICT_NAMES = ("taken", "recall_budget", "duplicate")
 cdef uint64_t UNLIMITED = <uint64_t>1 << UNLIMITED_BITS
 STAGE_NAMES = ("lookup", "plan", "recall", "lease", "gather")
@@ -127,6 +131,7 @@ cdef class WindowParts:
 
     def __dealloc__(self):
         free(self.spans.items)
+        free(self.fate_runs)
 
     cdef kalos_span* push(self, uint64_t length, uint8_t kind) except NULL:
         cdef kalos_span* span = add_span(&self.spans, length)
@@ -204,49 +209,102 @@ cdef class WindowParts:
                 out.append((kind, None, span.id, None, start, stop))
         return out
 
-    def fates(self):
-        """(kind, seq, why, cut_tokens) of each turn and summary; why is "" for what is kept."""
-        cdef uint64_t t, last = self.count
-        cdef list out = []
-        if not self.plain:
-            return self.view_fates()
-        for t in range(<uint64_t>self.count):
-            why = ""
-            if t >= self.plan.end:
-                why = "end_on"
-            elif t < self.plan.begin:
-                why = "start_on" if t >= self.plan.fit_begin else "budget"
-            if self.request.budget == 0:
-                why = "budget"
-            elif self.plan.code == KALOS_PLAN_OVERFLOW:
-                why = "overflow" if t + 1 == last else "budget"
-            cut = self.plan.offset if t == self.plan.begin and not why else 0
-            out.append(("turn", t, why, cut))
-        return out
+    cdef int add_fate(self, uint8_t kind, uint64_t first, uint64_t stop, uint8_t why,
+                      uint64_t cut) except -1:
+        """The next turns or summaries; joined to the last run where it is the same fate."""
+        cdef kalos_window_fate* run
+        cdef kalos_window_fate* room
+        if first >= stop:
+            return 0
+        if self.num_fates:
+            run = &self.fate_runs[self.num_fates - 1]
+            if run.kind == kind and run.why == why and run.stop == first and run.cut == cut == 0:
+                run.stop = stop
+                return 0
+        if self.num_fates & (self.num_fates - 1) == 0:  # full at every power of two
+            room = <kalos_window_fate*>realloc(
+                self.fate_runs, max(4, 2 * self.num_fates) * sizeof(kalos_window_fate))
+            if room == NULL:
+                raise MemoryError()
+            self.fate_runs = room
+        run = &self.fate_runs[self.num_fates]
+        memset(run, 0, sizeof(kalos_window_fate))
+        run.first, run.stop, run.cut, run.kind, run.why = first, stop, cut, kind, why
+        self.num_fates += 1
+        return 0
 
-    def view_fates(self):
-        """As `fates`, through the session's view."""
+    cdef int find_fates(self) except -1:
+        """Fill `fate_runs`, once."""
+        cdef uint64_t last = self.count, begin, end, fit
+        if self.fates_known:
+            return 0
+        self.num_fates = 0
+        if not self.plain:
+            self.find_view_fates()
+        elif self.request.budget == 0:
+            self.add_fate(OF_TURN, 0, last, KALOS_FATE_BUDGET, 0)
+        elif self.plan.code == KALOS_PLAN_OVERFLOW:
+            self.add_fate(OF_TURN, 0, last - 1, KALOS_FATE_BUDGET, 0)
+            self.add_fate(OF_TURN, last - 1, last, KALOS_FATE_OVERFLOW, 0)
+        else:
+            begin, end = min(self.plan.begin, last), min(self.plan.end, last)
+            fit = min(self.plan.fit_begin, begin)
+            self.add_fate(OF_TURN, 0, fit, KALOS_FATE_BUDGET, 0)
+            self.add_fate(OF_TURN, fit, begin, KALOS_FATE_START_ON, 0)
+            if begin < end:
+                self.add_fate(OF_TURN, begin, begin + 1, KALOS_FATE_KEPT, self.plan.offset)
+            self.add_fate(OF_TURN, begin + 1, end, KALOS_FATE_KEPT, 0)
+            self.add_fate(OF_TURN, max(begin, end), last, KALOS_FATE_END_ON, 0)
+        self.fates_known = True
+        return 0
+
+    cdef int find_view_fates(self) except -1:
+        """As `find_fates`, through the session's view."""
         cdef view_turns turns
-        cdef uint64_t t, gone = 0
+        cdef uint64_t t, number
+        cdef Py_ssize_t gone = 0, num_gone = len(self.view.gone)
+        cdef uint64_t next_gone = self.gone_at(0)
         cdef uint32_t fate
-        cdef list out = []
-        cdef list lost = self.view.gone
+        cdef uint8_t kind
         self.view.bind(self.groups, self.merged, self.count, &turns)
         for t in range(turns.count):
-            while gone < <uint64_t>len(lost) and lost[gone][0] <= turns.items[t].id \
-                    and lost[gone][0] < self.count:
-                start, stop, why = lost[gone]
-                out.extend(("turn", seq, why, 0) for seq in range(start, min(stop, self.count)))
+            number = turns.items[t].id
+            while gone < num_gone and next_gone <= number and next_gone < self.count:
+                self.add_gone(gone)
                 gone += 1
+                next_gone = self.gone_at(gone)
             fate = fate_of(turns, self.request, self.plan, t)
-            why = "" if fate <= KALOS_FATE_CUT else FATE_NAMES[fate]
-            kind = "turn" if turns.items[t].kind == KALOS_SPAN_TURN else "summary"
-            out.append((kind, turns.items[t].id, why,
-                        self.plan.offset if fate == KALOS_FATE_CUT else 0))
-        while gone < <uint64_t>len(lost) and lost[gone][0] < self.count:
-            start, stop, why = lost[gone]
-            out.extend(("turn", seq, why, 0) for seq in range(start, min(stop, self.count)))
+            kind = OF_TURN if turns.items[t].kind == KALOS_SPAN_TURN else OF_SUMMARY
+            if fate == KALOS_FATE_CUT:
+                self.add_fate(kind, number, number + 1, KALOS_FATE_KEPT, self.plan.offset)
+            else:
+                self.add_fate(kind, number, number + 1, <uint8_t>fate, 0)
+        while gone < num_gone and self.gone_at(gone) < self.count:
+            self.add_gone(gone)
             gone += 1
+        return 0
+
+    cdef uint64_t gone_at(self, Py_ssize_t i) except? 0:
+        """First turn of the view's i-th run of turns that are gone."""
+        return self.view.gone[i][0] if i < len(self.view.gone) else 0
+
+    cdef int add_gone(self, Py_ssize_t i) except -1:
+        start, stop, why = self.view.gone[i]
+        return self.add_fate(
+            OF_TURN, start, min(<uint64_t>stop, <uint64_t>self.count), WHY_NAMES.index(why), 0)
+
+    def fates(self):
+        """(kind, seq, why, cut_tokens) of each turn and summary; why is "" for what is kept."""
+        cdef kalos_window_fate* run
+        cdef uint32_t i
+        cdef uint64_t t
+        cdef list out = []
+        self.find_fates()
+        for i in range(self.num_fates):
+            run = &self.fate_runs[i]
+            kind, why = KIND_NAMES[run.kind], WHY_NAMES[run.why]
+            for t in range(run.first, run.stop):
+                out.append((kind, t, why, run.cut))
         return out
 
     cdef int gather(self, span_list* spans, int32_t* out) except -1:

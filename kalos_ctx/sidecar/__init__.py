@@ -1,0 +1,1 @@
+"""The same calls from other processes: `serve` runs a sidecar, `connect` talks to one."""
