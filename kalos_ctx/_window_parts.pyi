@@ -35,6 +35,7 @@ class Head:
 
 class WindowParts:
     path: str
+    degraded: str | None
     recall_path: str | None
     @property
     def plain(self) -> bool: ...

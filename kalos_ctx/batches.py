@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kalos_ctx._device import Device
     from kalos_ctx._windows import Window, WindowPool
     from kalos_ctx.assembler import ContextAssembler
+    from kalos_ctx.sidecar.client import Client
 
 LAYOUTS = ("packed", "left", "right")
 DTYPES = ("int32", "int64")
@@ -182,7 +183,7 @@ def _arranged(
 
 
 def build_batch(
-    assembler: ContextAssembler,
+    assembler: ContextAssembler | Client,
     requests: Any,
     *,
     layout: Any,

@@ -47,6 +47,11 @@ cdef class AssemblerCore(SessionTable):
     cdef ContextWindow build_once(self, bytes tenant, bytes session, int64_t max_tokens,
                                   int64_t reserve, Rules rules, int64_t as_of, tuple recall,
                                   kalos_cu_handle stream)
+    cdef int settle_parts(self, WindowParts parts, const int32_t* tokens) except -1
+    cdef WindowParts gather_into(self, bytes tenant, bytes session, int64_t max_tokens,
+                                 int64_t reserve, Rules rules, int64_t as_of, int32_t* out,
+                                 uint64_t room)
+    cdef object restless(self)
     cdef int explain(self, WindowParts parts, EntryTable* table) except -1
     cdef object run(self, bint only_plan, session, tenant, max_tokens, reserve, tuple recall, as_of,
                     policy, stream, out)

@@ -450,19 +450,56 @@ cdef class AssemblerCore(SessionTable):
             if not parts.is_current(self.reader.index):
                 raise Moved() from None
             raise
+        self.settle_parts(parts, window.c_data())
+        window.c_set_length(parts.spans.tokens)
+        window.ref, window.parts = ref, parts
+        window.link(self)
+        parts.clocks[5] = now_ns()
+        return window
+
+    cdef int settle_parts(self, WindowParts parts, const int32_t* tokens) except -1:
+        """The tokens are there: compare them with the session's window before, and remember."""
+        cdef SessionRef ref = <SessionRef>parts.ref
         if not parts.is_current(self.reader.index):
             raise Moved()
         if parts.recall_path is not None:
             parts.path = f"{parts.path}+{parts.recall_path}"
-        window.c_set_length(parts.spans.tokens)
         if ref.previous is not None:
-            parts.compare(ref.previous, window.c_data())
+            parts.compare(ref.previous, tokens)
         self.keep_parts(ref, parts)
-        window.ref, window.parts = ref, parts
-        window.link(self)
         parts.ref = None  # the session refers to its last window's parts: no cycle
-        parts.clocks[5] = now_ns()
-        return window
+        return 0
+
+    cdef WindowParts gather_into(self, bytes tenant, bytes session, int64_t max_tokens,
+                                 int64_t reserve, Rules rules, int64_t as_of, int32_t* out,
+                                 uint64_t room):
+        """A window without recall, gathered by the CPU into memory of the caller's.
+
+        None where it has more than `room` tokens. The arguments are checked already.
+        """
+        cdef WindowParts parts
+        for _ in range(TRIES):
+            try:
+                parts = self.make_parts(
+                    tenant, session, max_tokens, reserve, rules, as_of, None, False)
+                if parts.spans.tokens > room:
+                    return None
+                parts.clocks[4] = now_ns()
+                try:
+                    parts.gather_window(out)
+                except StoreCorrupt:
+                    if not parts.is_current(self.reader.index):
+                        raise Moved() from None
+                    raise
+                self.settle_parts(parts, out)
+                parts.clocks[5] = now_ns()
+                return parts
+            except Moved:
+                continue
+        raise self.restless()
+
+    cdef object restless(self):
+        return Conflict(f"the session changed {TRIES} times while its window was built")
 
     cdef int explain(self, WindowParts parts, EntryTable* table) except -1:
         """Note the length of every turn, for a plan."""
@@ -509,7 +546,7 @@ cdef class AssemblerCore(SessionTable):
                 return window
             except Moved:
                 continue
-        raise Conflict(f"the session changed {TRIES} times while its window was built")
+        raise self.restless()
 
     def assemble(
         self, session, *, tenant="", max_tokens, reserve=0, query=None, top_k=0, collections=(),

@@ -331,7 +331,7 @@ cdef class ClientChannel:
 
     cdef int lease(self) noexcept:
         """A slot that is free, or -1. Slots whose answer nobody waited for come back here."""
-        cdef uint32_t i, state
+        cdef uint32_t i
         cdef const kalos_response_head* theirs = <kalos_response_head*>self.responses.base
         cdef uint64_t word
         for i in range(NUM_SLOTS):

@@ -5,6 +5,4 @@ cdef class Gatherer:
     """Copies on the CPU; the base of those that write to a device."""
 
     cdef int fill(self, WindowParts parts, Window window, kalos_cu_handle stream) except -1:
-        parts.gather(&parts.spans, window.c_data())
-        parts.path = "cpu_mapped"
-        return 0
+        return parts.gather_window(window.c_data())

@@ -4,6 +4,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from kalos_ctx._assembler cimport AssemblerCore
 from kalos_ctx._channel cimport ServerChannel, StatusPage, kalos_call_parts, kalos_end
+from kalos_ctx._channel_layout cimport kalos_call
 from kalos_ctx._window_parts cimport WindowParts
 
 
@@ -49,5 +50,7 @@ cdef class ServingLoop:
     cdef object place(self, bytes answer, uint8_t* out, size_t room, size_t* nbytes)
     cdef object unpack_call(self, const uint8_t* body, kalos_call_parts* parts)
     cdef bytes extras_for(self, WindowParts parts)
-    cdef int note(self, WindowParts parts, uint64_t num_tokens, uint64_t done_ns) except -1
+    cdef int note(self, WindowParts parts, uint64_t num_tokens) except -1
+    cdef bint assemble_in_place(self, bytes session, bytes tenant, const kalos_call* call, policy,
+                                uint8_t* out, size_t room, size_t* nbytes) except -1
     cdef tuple options_of(self, const uint8_t* body, kalos_call_parts* parts)

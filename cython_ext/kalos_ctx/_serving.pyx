@@ -28,12 +28,12 @@ from kalos_ctx._channel_layout cimport (
     KALOS_COUNT_STATE_FAULTS, KALOS_COUNT_TOKENS, KALOS_COUNT_WINDOWS, KALOS_OP_ASSEMBLE,
     KALOS_OP_CALL, KALOS_OP_COUNT, KALOS_OP_PING, KALOS_SLOT_ON_SOCKET, KALOS_STAGE_DEVICE,
     KALOS_STAGE_PLAN, KALOS_STAGE_QUEUE, KALOS_STAGE_RESPONSE, KALOS_STAGE_SYNC,
-    KALOS_STAGE_TOTAL, KALOS_STATUS_ERROR, KALOS_STATUS_OK, kalos_message, kalos_request_head,
-    kalos_response_head,
+    KALOS_STAGE_TOTAL, KALOS_STATUS_ERROR, KALOS_STATUS_OK, kalos_call, kalos_message,
+    kalos_request_head, kalos_response_head, kalos_window_result,
 )
 from kalos_ctx._context_window cimport ContextWindow
 from kalos_ctx._window_parts cimport WindowParts
-from kalos_ctx._window_wire cimport extras_of, window_nbytes, write_window
+from kalos_ctx._window_wire cimport extras_of, window_nbytes, window_tokens, write_window
 
 import numpy as np
 
@@ -436,34 +436,55 @@ cdef class ServingLoop:
                          kalos_call_parts* parts, uint8_t* out, size_t room, size_t* nbytes):
         cdef ContextWindow window
         cdef bytes extras, answer = None
-        cdef uint64_t done_ns
         policy, options = self.options_of(body, parts)
-        most = None if parts.call.max_tokens < 0 else parts.call.max_tokens
-        as_of = None if parts.call.as_of < 0 else parts.call.as_of
-        if parts.call.query_dims or parts.call.top_k or options:
-            query = None
-            if parts.call.query_dims:
-                query = np.frombuffer(
-                    (<const char*>body + parts.query_off)[:parts.call.query_dims * <size_t>4],
-                    np.float32)
-            window = self.assembler.assemble(
-                session, tenant=tenant, max_tokens=most, reserve=parts.call.reserve, query=query,
-                top_k=parts.call.top_k, as_of=as_of, policy=policy, **(options or {}))
-        else:
-            window = self.assembler.run(False, session, tenant, most, parts.call.reserve, None,
-                                        as_of, policy, None, None)
+        if parts.call.query_dims == 0 and parts.call.top_k == 0 and not options and out != NULL \
+                and self.assemble_in_place(session, tenant, &parts.call, policy, out, room, nbytes):
+            return None
+        query = None
+        if parts.call.query_dims:
+            query = np.frombuffer(
+                (<const char*>body + parts.query_off)[:parts.call.query_dims * <size_t>4],
+                np.float32)
+        window = self.assembler.assemble(
+            session, tenant=tenant, query=query, top_k=parts.call.top_k, policy=policy,
+            max_tokens=None if parts.call.max_tokens < 0 else parts.call.max_tokens,
+            reserve=parts.call.reserve, as_of=None if parts.call.as_of < 0 else parts.call.as_of,
+            **(options or {}))
         try:
             extras = self.extras_for(window.parts)
             nbytes[0] = window_nbytes(window.parts, <uint32_t>window.num_tokens, extras)
             if nbytes[0] > room:
                 answer = PyBytes_FromStringAndSize(NULL, nbytes[0])
                 out = <uint8_t*>PyBytes_AS_STRING(answer)
-            write_window(window, extras, out)
-            done_ns = kalos_mono_ns()
-            self.note(window.parts, <uint64_t>window.num_tokens, done_ns)
+            window.settle_host()
+            write_window(window.parts, <uint32_t>window.num_tokens, window.c_data(), extras, out)
+            self.note(window.parts, <uint64_t>window.num_tokens)
         finally:
             window.release()
         return answer
+
+    cdef bint assemble_in_place(self, bytes session, bytes tenant, const kalos_call* call, policy,
+                                uint8_t* out, size_t room, size_t* nbytes) except -1:
+        """Gather a window where its answer goes; False where that is not the way to do it."""
+        cdef WindowParts parts
+        cdef bytes extras
+        cdef uint32_t num_tokens
+        if self.assembler.pool.device is not None or len(session) == 0 \
+                or room < sizeof(kalos_window_result) or 0 <= call.max_tokens < call.reserve:
+            return False
+        parts = self.assembler.gather_into(
+            tenant, session, call.max_tokens, call.reserve, self.assembler.rules_of(policy),
+            call.as_of, window_tokens(out), (room - sizeof(kalos_window_result)) // 4)
+        if parts is None:
+            return False
+        num_tokens = <uint32_t>parts.spans.tokens
+        extras = self.extras_for(parts)
+        nbytes[0] = window_nbytes(parts, num_tokens, extras)
+        if nbytes[0] > room:
+            return False
+        write_window(parts, num_tokens, NULL, extras, out)
+        self.note(parts, num_tokens)
+        return True
 
     cdef bytes extras_for(self, WindowParts parts):
         """What a window's report says beyond its numbers, as bytes."""
@@ -479,12 +500,13 @@ cdef class ServingLoop:
             self.extras[key] = found
         return found
 
-    cdef int note(self, WindowParts parts, uint64_t num_tokens, uint64_t done_ns) except -1:
-        """Count a window and the time of its stages."""
+    cdef int note(self, WindowParts parts, uint64_t num_tokens) except -1:
+        """Count a window, whose answer is written, and the time of its stages."""
         kalos_count_add(self.status.page, KALOS_COUNT_WINDOWS, 1)
         kalos_count_add(self.status.page, KALOS_COUNT_TOKENS, num_tokens)
         kalos_stage_add(self.status.page, KALOS_STAGE_SYNC, parts.clocks[1] - parts.clocks[0])
         kalos_stage_add(self.status.page, KALOS_STAGE_PLAN, parts.clocks[3] - parts.clocks[1])
         kalos_stage_add(self.status.page, KALOS_STAGE_DEVICE, parts.clocks[5] - parts.clocks[3])
-        kalos_stage_add(self.status.page, KALOS_STAGE_RESPONSE, done_ns - parts.clocks[5])
+        kalos_stage_add(self.status.page, KALOS_STAGE_RESPONSE,
+                        kalos_mono_ns() - parts.clocks[5])
         return 0

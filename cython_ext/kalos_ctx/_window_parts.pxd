@@ -106,6 +106,7 @@ cdef class WindowParts:
     cdef int push_memory(self, Memory which, uint64_t length, uint8_t kind,
                          uint8_t flags) except -1
     cdef int gather(self, span_list* spans, int32_t* out) except -1
+    cdef int gather_window(self, int32_t* out) except -1
     cdef bint is_current(self, Index now) except -1
     cdef const int32_t* tokens_at(self, const kalos_span* span) noexcept
     cdef int compare(self, WindowParts before, const int32_t* out) except -1

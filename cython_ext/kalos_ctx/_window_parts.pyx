@@ -15,7 +15,8 @@ from kalos_ctx._layout cimport (
 )
 from kalos_ctx._planner cimport (
     KALOS_FATE_BUDGET, KALOS_FATE_CUT, KALOS_FATE_END_ON, KALOS_FATE_KEPT, KALOS_FATE_OVERFLOW,
-    KALOS_FATE_START_ON, KALOS_PASSAGE_TAKEN, KALOS_PLAN_GROUPS, KALOS_PLAN_MERGED, KALOS_PLAN_OVERFLOW,
+    KALOS_FATE_START_ON, KALOS_PASSAGE_TAKEN, KALOS_PLAN_GROUPS, KALOS_PLAN_MERGED,
+    KALOS_PLAN_OVERFLOW,
     KALOS_PLAN_PARTIAL, KALOS_PLAN_STABLE, fate_of, recall_frame, select_passages,
 )
 from kalos_ctx._segment cimport SegmentSet
@@ -306,6 +307,12 @@ cdef class WindowParts:
             for t in range(run.first, run.stop):
                 out.append((kind, t, why, run.cut))
         return out
+
+    cdef int gather_window(self, int32_t* out) except -1:
+        """Copy the window's tokens on the CPU."""
+        self.gather(&self.spans, out)
+        self.path = "cpu_mapped"
+        return 0
 
     cdef int gather(self, span_list* spans, int32_t* out) except -1:
         """Copy the spans' tokens, each run checked in the form in which it was copied."""

@@ -1,6 +1,6 @@
 """A window as the body of a message, both ways."""
 
-from libc.stdint cimport uint8_t, uint32_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t
 
 from kalos_ctx._channel_layout cimport kalos_window_result
 from kalos_ctx._context_window cimport ContextWindow
@@ -10,8 +10,11 @@ from kalos_ctx._windows cimport WindowPool
 
 # Bytes that a window's answer takes; finds its fates.
 cdef size_t window_nbytes(WindowParts parts, uint32_t num_tokens, bytes extras) except 0
-# Write that many bytes.
-cdef int write_window(ContextWindow window, bytes extras, uint8_t* out) except -1
+# Where its tokens stand.
+cdef int32_t* window_tokens(uint8_t* out) noexcept
+# Write that many bytes; `tokens` is NULL where they stand there already.
+cdef int write_window(WindowParts parts, uint32_t num_tokens, const int32_t* tokens, bytes extras,
+                      uint8_t* out) except -1
 # What the extras of such a window say, as an object for msgpack.
 cdef dict extras_of(WindowParts parts)
 

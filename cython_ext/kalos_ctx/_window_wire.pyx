@@ -4,7 +4,7 @@ kalos_channel.h has the layout. The reader makes a window of the same class from
 the reader's own, with everything that its report says: nothing of it refers to the sidecar.
 """
 
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
@@ -16,7 +16,7 @@ from kalos_ctx._context_window cimport ContextWindow, fill_out, out_tokens
 from kalos_ctx._planner cimport KALOS_PLAN_STABLE
 from kalos_ctx._session_table cimport SessionRef, shown
 from kalos_ctx._session_view cimport (
-    KALOS_SPAN_FRAME, KALOS_SPAN_PASSAGE, KALOS_SPAN_TAIL, kalos_span,
+    KALOS_SPAN_FRAME, KALOS_SPAN_PASSAGE, kalos_span,
 )
 from kalos_ctx._window_parts cimport Block, Head, WindowParts
 from kalos_ctx._windows cimport WindowPool, c_tenant_key
@@ -44,15 +44,19 @@ cdef size_t window_nbytes(WindowParts parts, uint32_t num_tokens, bytes extras) 
             + parts.num_fates * sizeof(kalos_window_fate) + len(extras))
 
 
-cdef int write_window(ContextWindow window, bytes extras, uint8_t* out) except -1:
-    cdef WindowParts parts = window.parts
+cdef int32_t* window_tokens(uint8_t* out) noexcept:
+    return <int32_t*>(out + sizeof(kalos_window_result))
+
+
+cdef int write_window(WindowParts parts, uint32_t num_tokens, const int32_t* tokens, bytes extras,
+                      uint8_t* out) except -1:
     cdef kalos_window_result head
     cdef kalos_window_span span
     cdef kalos_span* source
     cdef uint32_t i
-    cdef size_t nbytes = window.num_tokens * 4
+    cdef size_t nbytes = <size_t>num_tokens * 4
     memset(&head, 0, sizeof(head))
-    head.num_tokens = <uint32_t>window.num_tokens
+    head.num_tokens = num_tokens
     head.num_spans, head.num_fates = parts.spans.count, parts.num_fates
     head.extras_nbytes = <uint32_t>len(extras)
     if parts.request.flags & KALOS_PLAN_STABLE:
@@ -67,10 +71,9 @@ cdef int write_window(ContextWindow window, bytes extras, uint8_t* out) except -
     memcpy(head.clocks, parts.clocks, sizeof(head.clocks))
     memcpy(out, &head, sizeof(head))
     out += sizeof(head)
-    window.settle_host()
-    if nbytes:
-        memcpy(out, window.c_data(), nbytes)
-        memset(out + nbytes, 0, _padded(nbytes) - nbytes)
+    if nbytes and tokens != NULL:
+        memcpy(out, tokens, nbytes)
+    memset(out + nbytes, 0, _padded(nbytes) - nbytes)
     out += _padded(nbytes)
     for i in range(parts.spans.count):
         source = &parts.spans.items[i]
@@ -261,7 +264,6 @@ cdef class WindowReader:
     cdef int read_fates(self, WindowParts parts, const uint8_t* source, uint32_t count) except -1:
         cdef size_t nbytes = <size_t>count * sizeof(kalos_window_fate)
         cdef kalos_window_fate* run
-        cdef uint64_t end = 0
         cdef uint32_t i
         parts.fates_known = True
         if count == 0:

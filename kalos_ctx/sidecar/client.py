@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -53,12 +53,25 @@ def pause_of(tries: int) -> float:
     return random.uniform(0.0, longest)
 
 
+class _Asked(NamedTuple):
+    """A window that is asked for, checked."""
+
+    session: bytes
+    tenant: bytes
+    max_tokens: int
+    reserve: int
+    as_of: int
+    top_k: int
+    query: NDArray[np.float32] | None
+    options: bytes
+
+
 class Client:
     """The calls of a store and its assembler, in another process. Made by `connect`.
 
     In served mode the sidecar does the work and its answers are copied into this process's memory.
-    In direct mode reads run here, over the mapped store, and need no sidecar once it was met; writes
-    are always asked of it. Thread-safe. A context manager.
+    In direct mode reads run here, over the mapped store, and need no sidecar once it was met;
+    writes are always asked of it. Thread-safe. A context manager.
 
     Attributes
     ----------
@@ -196,7 +209,7 @@ class Client:
         path = self._given_path or os.fsdecode(extras["store"])
         if self._store is not None and self._store.path == os.path.abspath(path):
             return
-        chosen = {
+        chosen: dict[str, Any] = {
             name: given if given is not None else _decoded(extras.get(name))
             for name, given in (("tokenizer", self._tokenizer), ("template", self._template))
         }
@@ -342,42 +355,46 @@ class Client:
                 min_score=min_score, filters=filters, placement=placement,
                 recall_role=recall_role, as_of=as_of, policy=policy, stream=stream, out=out,
             )  # fmt: skip
-        options = self._options(
-            collections, session_recall, min_score, filters, placement, recall_role, policy
-        )
-        name = name_bytes(session, "session")
-        owner = b"" if tenant == "" else name_bytes(tenant, "tenant", empty=True)
-        if stream is not None:
-            raise InvalidArgument("stream must be None in served mode (got a stream)")
-        if out is not None:
-            check_out(out)
-        numbers = (
+        given: dict[str, Any] = {}
+        if collections != ():
+            given["collections"] = collections
+        if session_recall is not False:
+            given["session_recall"] = session_recall
+        if min_score is not None:
+            given["min_score"] = min_score
+        if filters is not None:
+            given["filters"] = filters
+        if placement != "before_last_user":
+            given["placement"] = placement
+        if recall_role != "system":
+            given["recall_role"] = recall_role
+        options = self._options(given, policy)
+        asked = _Asked(
+            name_bytes(session, "session"),
+            b"" if tenant == "" else name_bytes(tenant, "tenant", empty=True),
             -1 if max_tokens is None else _tokens("max_tokens", max_tokens),
             _tokens("reserve", reserve),
             -1 if as_of is None else _tokens("as_of", as_of),
             arguments.whole(top_k, "top_k", 0, TOP_K_MAX),
+            None if query is None else query_values(query),
+            options,
         )
-        if query is not None:
-            query = query_values(query)
+        if stream is not None:
+            raise InvalidArgument("stream must be None in served mode (got a stream)")
+        if out is not None:
+            check_out(out)
         try:
-            window = self._window(name, owner, numbers, query, options, timeout)
+            window = self._window(asked, timeout)
         except SidecarUnavailable as error:
             if not self._empty:
                 raise
-            window = self._reader.empty(name, owner, str(error))
+            window = self._reader.empty(asked.session, asked.tenant, str(error))
         if out is not None:
             copy_out(window, out)
         return window
 
-    def _window(
-        self,
-        session: bytes,
-        tenant: bytes,
-        numbers: tuple[int, int, int, int],
-        query: NDArray[np.float32] | None,
-        options: bytes,
-        timeout: float | None,
-    ) -> ContextWindow:
+    def _window(self, asked: _Asked, timeout: float | None) -> ContextWindow:
+        """Ask for a window until a connection holds, or the time is over."""
         self._check()
         seconds = self.timeout if timeout is None else timeout
         until = None
@@ -388,98 +405,53 @@ class Client:
                 connection = self._connected(until)
             if until is not None:
                 seconds = max(0.0, until - time.monotonic())
-            asker = connection.asker
             try:
-                if asker is not None:
-                    try:
-                        answer = asker.assemble(
-                            session, tenant, *numbers, query, options, int(seconds * 1e9)
-                        )
-                    except TooLarge as large:
-                        answer = self._by_socket(
-                            connection, session, tenant, numbers, query, options, seconds,
-                            large.args[0],
-                        )  # fmt: skip
-                else:
-                    answer = self._by_socket(
-                        connection, session, tenant, numbers, query, options, seconds, None
-                    )
+                answer = self._ask_window(connection, asked, seconds)
             except Lost:
                 until = until or time.monotonic() + seconds
                 self._lose(connection)
                 continue
-            if type(answer) is bytes:
+            if isinstance(answer, bytes):
                 raise protocol.unpack_error(answer)
             return answer
 
-    def _by_socket(
-        self,
-        connection: Connection,
-        session: bytes,
-        tenant: bytes,
-        numbers: tuple[int, int, int, int],
-        query: NDArray[np.float32] | None,
-        options: bytes,
-        seconds: float,
-        asked: int | None,
-    ) -> Any:
-        """Return a window whose answer comes by the socket, or the bytes of an error.
-
-        `asked`: the ID of a request that was made already, through shared memory.
-        """
-        if asked is not None:
-            done, answer = connection.await_answer(asked, time.monotonic() + seconds)
+    def _ask_window(
+        self, connection: Connection, asked: _Asked, seconds: float
+    ) -> ContextWindow | bytes:
+        """Return a window, or the bytes of an error."""
+        number = None
+        if connection.asker is not None:
+            try:
+                return connection.asker.assemble(*asked, int(seconds * 1e9))
+            except TooLarge as large:
+                number = large.args[0]
+        if number is not None:  # the answer is too large for its slot
+            done, answer = connection.await_answer(number, time.monotonic() + seconds)
         else:
-            most, reserve, as_of, top_k = numbers
             body = protocol.call_body(
-                session,
-                tenant,
-                options,
-                max_tokens=None if most < 0 else most,
-                reserve=reserve,
-                as_of=None if as_of < 0 else as_of,
-                top_k=top_k,
-                query=b"" if query is None else query.tobytes(),
+                asked.session,
+                asked.tenant,
+                asked.options,
+                max_tokens=asked.max_tokens,
+                reserve=asked.reserve,
+                as_of=asked.as_of,
+                top_k=asked.top_k,
+                query=b"" if asked.query is None else asked.query.tobytes(),
             )
             done, answer = connection.ask_by_socket(protocol.OP_ASSEMBLE, body, seconds)
-        return self._reader.window_from(answer, session, tenant) if done else answer
+        return self._reader.window_from(answer, asked.session, asked.tenant) if done else answer
 
-    def _options(
-        self,
-        collections: Any,
-        session_recall: Any,
-        min_score: Any,
-        filters: Any,
-        placement: Any,
-        recall_role: Any,
-        policy: Policy | None,
-    ) -> bytes:
+    def _options(self, given: Mapping[str, Any], policy: Policy | None) -> bytes:
         """Return what differs from the defaults, as bytes."""
-        said: dict[str, Any] = {}
-        if collections != ():
-            said["collections"] = collections
-        if session_recall is not False:
-            said["session_recall"] = session_recall
-        if min_score is not None:
-            said["min_score"] = min_score
-        if filters is not None:
-            said["filters"] = filters
-        if placement != "before_last_user":
-            said["placement"] = placement
-        if recall_role != "system":
-            said["recall_role"] = recall_role
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidType(f"policy must be a Policy (got {type(policy).__name__})")
-        if not said:
-            known, raw = self._policy
-            if policy is known:
-                return raw
+        if given:
+            return protocol.pack(given if policy is None else {**given, "policy": policy})
+        known, raw = self._policy
+        if policy is not known:
             raw = b"" if policy is None else protocol.pack({"policy": policy})
             self._policy = (policy, raw)
-            return raw
-        if policy is not None:
-            said["policy"] = policy
-        return protocol.pack(said)
+        return raw
 
     def assemble_batch(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -12,15 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kalos_ctx._asking import Asker, Lost
+from kalos_ctx._asking import Asker, Lost, TooLarge
 from kalos_ctx._channel import ClientChannel, StatusPage
 from kalos_ctx._window_wire import WindowReader
-from kalos_ctx.errors import (
-    KalosError,
-    ProtocolError,
-    SidecarTimeout,
-    SidecarUnavailable,
-)
+from kalos_ctx.errors import ProtocolError, SidecarTimeout, SidecarUnavailable
 from kalos_ctx.sidecar import endpoint, protocol
 
 RECEIVE_NBYTES = 1 << 16
@@ -120,7 +114,8 @@ class Connection:
         self._sock.setblocking(False)
 
     def _read_welcome(self, until: float) -> tuple[protocol.Head, bytes, list[int]]:
-        data, fds = bytearray(), []
+        data = bytearray()
+        fds: list[int] = []
         try:
             head = None
             while head is None or len(data) < protocol.HEAD.size + head.body_nbytes:
@@ -200,8 +195,6 @@ class Connection:
         Lost, SidecarTimeout, ProtocolError
         """
         if self.asker is not None:
-            from kalos_ctx._asking import TooLarge
-
             try:
                 return self.asker.ask(opcode, body, int(timeout * 1e9))
             except TooLarge as large:
@@ -309,11 +302,9 @@ def connect_until(
     while True:
         try:
             return Connection(path, wanted, reader_of, max(0.05, until - time.monotonic()))
-        except SidecarUnavailable as error:
+        except SidecarUnavailable:
             pause = pause_of(tries)
             tries += 1
             if time.monotonic() + pause >= until:
                 raise
-            with contextlib.suppress(KalosError):
-                del error
             time.sleep(pause)

@@ -189,10 +189,10 @@ def pack_error(error: KalosError) -> bytes:
     )
 
 
-def _public_class(cls: type[BaseException]) -> type[BaseException]:
+def _public_class(cls: type[KalosError]) -> type[KalosError]:
     """Return the nearest class that `kalos_ctx.errors` has."""
     for base in cls.__mro__:
-        if getattr(errors, base.__name__, None) is base:
+        if issubclass(base, KalosError) and getattr(errors, base.__name__, None) is base:
             return base
     return KalosError
 
@@ -311,17 +311,17 @@ def call_body(
     tenant: bytes,
     options: bytes = b"",
     *,
-    max_tokens: int | None = None,
+    max_tokens: int = -1,
     reserve: int = 0,
-    as_of: int | None = None,
+    as_of: int = -1,
     top_k: int = 0,
     query: bytes = b"",
 ) -> bytes:
-    """Return the body of a call."""
+    """Return the body of a call; -1 is no bound, and the session as it stands."""
     head = CALL.pack(
-        -1 if max_tokens is None else max_tokens,
+        max_tokens,
         reserve,
-        -1 if as_of is None else as_of,
+        as_of,
         top_k,
         len(query) // 4,
         len(options),

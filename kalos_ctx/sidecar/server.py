@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 PAGE_NBYTES = 4096
 RECEIVE_NBYTES = 1 << 16
-# Answers that a client does not take; more, and its requests wait. What stands in a slot counts not.
+# Answers by the socket that a client does not take; above this its requests wait.
 UNSENT_NBYTES_MAX = 1 << 20
 OPEN_REQUESTS_MAX = protocol.SLOTS
 HANDSHAKES_A_USER = 256
@@ -622,7 +622,8 @@ class Sidecar:
                 raise ProtocolError("a connection must begin with HELLO")
             self._welcome(peer, protocol.Hello.read(body, "client"), head)
             return
-        assert self._loop is not None and self._workers is not None
+        assert self._loop is not None
+        assert self._workers is not None
         if head.generation != self.generation:
             raise ProtocolError("the request is for another life of the sidecar")
         loop, raw, arrived = self._loop, peer.head_bytes, time.monotonic_ns()
