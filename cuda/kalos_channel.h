@@ -227,6 +227,7 @@ KALOS_CHANNEL_ASSERT(sizeof(kalos_response_head) == 192, "kalos_response_head");
 #define KALOS_GAUGE_CHANNEL_BYTES 6u
 #define KALOS_GAUGE_VECTOR_ROWS 7u
 #define KALOS_GAUGE_QUEUED 8u
+#define KALOS_GAUGE_LOCKED_BYTES 9u
 #define KALOS_GAUGES 16u
 
 typedef struct kalos_status_page {

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kalos_ctx import terminal
+from kalos_ctx.sidecar import commands as sidecar_commands
 from kalos_ctx.terminal import CommandFailed, guarded, name_argument, name_text, shown
 
 if TYPE_CHECKING:
+    from kalos_ctx.importing import ImportReport
+    from kalos_ctx.rehearsal import Rehearsal
     from kalos_ctx.store import SessionStore
 
 app = typer.Typer(
@@ -36,6 +41,16 @@ Template = Annotated[
 ]
 
 
+class ImportFormat(str, Enum):
+    """What `kalos import` reads; the names are those of `import_sources.FORMATS`."""
+
+    JSONL = "jsonl"
+    SHAREGPT = "sharegpt"
+    OPENAI_AGENTS = "openai-agents"
+    LANGGRAPH = "langgraph"
+    REDIS = "redis"
+
+
 def main() -> None:
     """Run the command line; ends the process."""
     terminal.prepare_streams()
@@ -51,14 +66,17 @@ def open_store(
     """Open a store as the commands do."""
     from kalos_ctx.store import SessionStore
 
+    return SessionStore.open(path, mode, **store_options(tokenizer, template))
+
+
+def store_options(tokenizer: Path | None, template: Path | None) -> dict[str, Any]:
+    """Return what a store is opened with, from what was given on the command line."""
     if tokenizer is not None and not tokenizer.exists():
         raise CommandFailed(f"there is no tokenizer at {tokenizer}; check --tokenizer")
-    return SessionStore.open(
-        path,
-        mode,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        template=None if template is None else str(template),
-    )
+    return {
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "template": None if template is None else str(template),
+    }
 
 
 # ---- Chats in and out ---------------------------------------------------------------------------
@@ -67,10 +85,12 @@ def open_store(
 @app.command("import")
 @guarded
 def import_command(
-    file: Annotated[
-        Path,
+    source: Annotated[
+        str,
         typer.Argument(
-            metavar="FILE", help="JSON lines or a JSON array; gzip too; - is standard input."
+            metavar="SOURCE",
+            help="JSON lines or a JSON array, gzip too, - for standard input; an SQLite file of "
+            "OpenAI Agents or LangGraph; redis://HOST:PORT/DATABASE.",
         ),
     ],
     store: StorePath,
@@ -78,7 +98,18 @@ def import_command(
     tokenizer: Tokenizer = None,
     template: Template = None,
     tenant: Tenant = "",
+    form: Annotated[
+        ImportFormat | None,
+        typer.Option("--format", help="What SOURCE is; found out if left out."),
+    ] = None,
+    key_prefix: Annotated[
+        str | None,
+        typer.Option(help="What the keys in Redis begin with, if not with what LangChain takes."),
+    ] = None,
     strict: Annotated[bool, typer.Option(help="Stop at the first refusal.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and count everything, write nothing.")
+    ] = False,
     trust_token_ids: Annotated[
         bool,
         typer.Option(
@@ -88,65 +119,74 @@ def import_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Add conversations (OpenAI-style JSON lines, ShareGPT) to a store; may be repeated.
+    """Add conversations of files and of other stores; may be repeated.
 
-    Refused conversations are named as FILE:LINE: reason, the others are added; then the exit
-    status is 1.
+    Refused conversations are named with their place and the reason, the others are added; then the
+    exit status is 1.
     """
-    from kalos_ctx.importing import Refusal, import_file
+    from kalos_ctx.import_sources import opened_source
+    from kalos_ctx.importing import Refusal, import_chats
 
-    standard_input = str(file) == "-"
-    total = None
-    if not standard_input:
-        if file.is_dir():
-            raise CommandFailed(f"{file} is a folder; give a file")
-        with file.open("rb") as source:  # before a store is made for it
-            total = os.fstat(source.fileno()).st_size or None
+    if os.path.isdir(source):
+        raise CommandFailed(f"{source} is a folder; give a file")
     if tokenizer is None and not trust_token_ids:
         raise CommandFailed("text needs a tokenizer; give --tokenizer PATH")
-    label = "stdin" if standard_input else str(file)
 
     def refuse(refusal: Refusal) -> None:
-        terminal.note(shown(f"{label}:{refusal.line}: {refusal.reason}"))
+        terminal.note(shown(f"{refusal.place}: {refusal.reason}"))
 
     with (
-        open_store(store, "a", tokenizer, template) as target,
-        terminal.progress(f"Importing {file.name}", total) as step,
+        # Before a store is made for it.
+        opened_source(source, form and form.value, key_prefix=key_prefix) as chats,
+        _import_target(store, tokenizer, template, dry_run) as target,
+        terminal.progress(f"Importing {chats.label}", chats.nbytes) as step,
     ):
-        report = import_file(
+        report = import_chats(
             target,
-            file,
+            chats.chats(step),
             tenant=name_argument(tenant),
             strict=strict,
             trust_token_ids=trust_token_ids,
             on_refusal=refuse,
-            on_bytes=step,
         )
         target.sync()
+    _print_import(report, dry_run, as_json)
+    if report.refused:
+        what = "these lines" if report.refused[0].line is not None else "them"
+        where = "it was stopped there" if strict else f"correct {what} and import again"
+        raise CommandFailed(f"{len(report.refused)} conversations were refused; {where}")
+
+
+def _import_target(
+    path: Path, tokenizer: Path | None, template: Path | None, dry_run: bool
+) -> SessionStore | Rehearsal:
+    if not dry_run:
+        return open_store(path, "a", tokenizer, template)
+    from kalos_ctx.rehearsal import Rehearsal
+
+    return Rehearsal(path, **store_options(tokenizer, template))
+
+
+def _print_import(report: ImportReport, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        terminal.print_json(
-            {
-                "sessions": report.sessions,
-                "turns": report.turns,
-                "grown": report.grown,
-                "unchanged": report.unchanged,
-                "as_system": report.as_system,
-                "refused": [{"line": r.line, "reason": r.reason} for r in report.refused],
-            }
-        )
+        fields = ("sessions", "turns", "tokens", "grown", "unchanged", "as_system", "skipped")
+        refused = [{"place": r.place, "line": r.line, "reason": r.reason} for r in report.refused]
+        found = {name: getattr(report, name) for name in fields}
+        terminal.print_json({**found, "refused": refused, "dry_run": dry_run})
     else:
         terminal.say(
-            f"{report.sessions} sessions added, {report.grown} grown, {report.unchanged} "
-            f"unchanged: {report.turns} turns; {len(report.refused)} refused"
+            f"{'dry run: ' if dry_run else ''}{report.sessions} sessions added, {report.grown} "
+            f"grown, {report.unchanged} unchanged: {report.turns} turns, {report.tokens} tokens; "
+            f"{len(report.refused)} refused"
         )
     if report.as_system:
         terminal.note(
             f"kalos: {report.as_system} developer turns stand as system turns, since the "
             "template has no developer"
         )
-    if report.refused:
-        where = "it was stopped there" if strict else "correct these lines and import again"
-        raise CommandFailed(f"{len(report.refused)} conversations were refused; {where}")
+    if report.skipped:
+        what = ", ".join(f"{count} {name}" for name, count in sorted(report.skipped.items()))
+        terminal.note(shown(f"kalos: not taken as in the source: {what}"))
 
 
 @app.command("export")
@@ -376,6 +416,45 @@ def window_command(
             print_window(window, source, name_argument(tenant))
 
 
+@app.command("inspect")
+@guarded
+def inspect_command(
+    store: StorePath,
+    *,
+    port: Annotated[
+        int, typer.Option(help="On 127.0.0.1; 0 takes a free one.", min=0, max=65535)
+    ] = 0,
+    tokenizer: Tokenizer = None,
+    template: Template = None,
+    embed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            envvar="KALOS_EMBED",
+            help="Python function that takes a text and returns its vector, to recall by texts.",
+        ),
+    ] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+) -> None:
+    """Show sessions and their windows on a page of this machine, until Ctrl-C."""
+    from kalos_ctx.inspecting.server import InspectServer
+
+    function = None if embed is None else embedding_function(embed)
+    with (
+        open_store(store, "r", tokenizer, template) as source,
+        InspectServer(source, port=port, embed=function) as server,
+    ):
+        terminal.say(server.url)
+        terminal.note("kalos: the page is at this address until Ctrl-C; who has it can read all")
+        sys.stdout.flush()
+        if not no_open:
+            import webbrowser
+
+            webbrowser.open(server.launch_url)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
 def _query(text: str | None, embed: str | None, file: Path | None) -> Any:
     """Return the vector to recall by, or None."""
     if text is not None and file is not None:
@@ -480,6 +559,9 @@ def doctor_command(
     broken = [finding.what for finding in findings if finding.state == "broken"]
     if broken:
         raise CommandFailed(f"broken: {', '.join(broken)}; the list says what to do")
+
+
+sidecar_commands.add_to(app)
 
 
 if __name__ == "__main__":

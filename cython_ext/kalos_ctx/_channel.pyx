@@ -58,7 +58,7 @@ COUNT_NAMES = (
 )
 GAUGE_NAMES = (
     "clients", "direct_clients", "pool_slots", "pool_free", "registered_bytes", "device_bytes",
-    "channel_bytes", "vector_rows", "queued",
+    "channel_bytes", "vector_rows", "queued", "locked_bytes",
 )
 STAGE_NAMES = ("queue", "sync", "plan", "device", "response", "total")
 STATE_NAMES = ("starting", "ready", "draining")
@@ -277,6 +277,10 @@ cdef class ServerChannel:
         """The largest ID of a request that was taken."""
         cdef uint32_t i
         return max([self.end.seats[i].id for i in range(NUM_SLOTS)])
+
+    def lock_in_memory(self):
+        """Keep the pages in memory; whether the system allowed it."""
+        return self.requests.lock_in_memory() and self.responses.lock_in_memory()
 
     def sent(self):
         """The client has its descriptors: let go of ours."""

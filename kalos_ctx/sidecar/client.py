@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "direct", "served")
 TRANSPORTS = ("auto", "memory", "socket")
-TOP_K_MAX = 2**32 - 1
+TOP_K_MAX = 2**32 - 1  # of the message; the sidecar refuses what is too many
 # Between tries to connect: at most this, doubling from the first, each by chance between none and
 # all of it, so that many clients of one sidecar do not come back at the same moment.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
@@ -375,7 +375,7 @@ class Client:
             -1 if max_tokens is None else _tokens("max_tokens", max_tokens),
             _tokens("reserve", reserve),
             -1 if as_of is None else _tokens("as_of", as_of),
-            arguments.whole(top_k, "top_k", 0, TOP_K_MAX),
+            min(arguments.whole(top_k, "top_k"), TOP_K_MAX),
             None if query is None else query_values(query),
             options,
         )

@@ -174,12 +174,7 @@ class Connection:
 
     def is_alive(self) -> bool:
         """Whether the sidecar still holds the other end."""
-        try:
-            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        return not endpoint.has_ended(self._sock)
 
     def close(self) -> None:
         """End the connection. Idempotent; in a forked child the parent's stays."""

@@ -181,6 +181,16 @@ def credentials(sock: socket.socket) -> Credentials:
     return Credentials(uid, gid, pid, pidfd)
 
 
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the peer holds its end no more, whatever of what it sent was not read yet."""
+    poll = select.poll()
+    try:
+        poll.register(sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # closed here by another thread
+        return True
+
+
 def receive(sock: socket.socket, nbytes: int, *, descriptors: int = 0) -> tuple[bytes, list[int]]:
     """Receive what is there, with at most `descriptors` descriptors.
 

@@ -84,6 +84,9 @@ class SidecarOptions:
         A larger message is refused.
     metrics_port : int, optional
         Where Prometheus may read, on the loopback interface; 0 picks a port.
+    lock_memory : bool
+        Keep shared memory from being swapped out, where the system allows it; the gauge
+        `locked_bytes` says how much it did.
     """
 
     device: str = "auto"
@@ -100,6 +103,7 @@ class SidecarOptions:
     lease: float | None = None
     message_nbytes_max: int = 256 << 20
     metrics_port: int | None = None
+    lock_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in ("request_nbytes", "response_nbytes"):
@@ -161,6 +165,7 @@ class Peer:
         self.channel: ServerChannel | None = None
         self.mode = ""
         self.transport = ""
+        self.is_locked = False
         self.welcomed = False
         self.deadline = time.monotonic() + sidecar.options.handshake_timeout
         self.last_seen = time.monotonic()
@@ -264,6 +269,7 @@ class Sidecar:
         self._ready = threading.Event()
         self._store: SessionStore | None = None
         self._assembler: ContextAssembler | None = None
+        self._calls: Calls | None = None
         self._workers: Workers | None = None
         self._loop: ServingLoop | None = None
         self._hot_thread: threading.Thread | None = None
@@ -321,7 +327,9 @@ class Sidecar:
             )
             assembler.load()
             self._workers = Workers(self.options.workers)
-            calls = Calls(store, assembler, self._store_options.get("durability", "process"))
+            calls = self._calls = Calls(
+                store, assembler, self._store_options.get("durability", "process")
+            )
             self._loop = ServingLoop(
                 store,
                 assembler,
@@ -441,9 +449,9 @@ class Sidecar:
         status = self.status
         status.set_gauge("clients", sum(peer.welcomed for peer in self._peers))
         status.set_gauge("direct_clients", sum(peer.mode == "direct" for peer in self._peers))
-        status.set_gauge(
-            "channel_bytes", sum(p.channel.nbytes for p in self._peers if p.channel is not None)
-        )
+        channels = [(p.channel.nbytes, p.is_locked) for p in self._peers if p.channel is not None]
+        status.set_gauge("channel_bytes", sum(nbytes for nbytes, _ in channels))
+        status.set_gauge("locked_bytes", sum(nbytes for nbytes, locked in channels if locked))
         if self._workers is not None:
             status.set_gauge("queued", self._workers.queued())
         assembler, store = self._assembler, self._store
@@ -674,6 +682,7 @@ class Sidecar:
             generation=self.generation,
         )
         if channel is not None:
+            peer.is_locked = self.options.lock_memory and channel.lock_in_memory()
             self._loop.add(channel)
             peer.channel = channel
         try:

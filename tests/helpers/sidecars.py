@@ -1,0 +1,120 @@
+"""Sidecars for tests: on a thread of this process, or in a process that can be killed."""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import kalos_ctx
+
+CHILD = """
+import json, sys
+import kalos_ctx
+said = json.loads(sys.argv[1])
+kalos_ctx.serve(said.pop("store"), said.pop("socket"),
+                on_ready=lambda sidecar: print("ready", flush=True), **said)
+"""
+DEADLINE_S = 30.0
+
+
+@contextlib.contextmanager
+def socket_folder():
+    """A folder whose path is short enough for a socket in it."""
+    folder = tempfile.mkdtemp(prefix="kalos-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def threaded(store, socket, **options):
+    """Serve on a thread of this process; gives the Sidecar, ends it behind the block."""
+    ready, box = threading.Event(), {}
+
+    def on_ready(sidecar):
+        box["sidecar"] = sidecar
+        ready.set()
+
+    def run():
+        try:
+            kalos_ctx.serve(store, socket, on_ready=on_ready, device="cpu", **options)
+        except BaseException as error:
+            box["error"] = error
+            ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    if "sidecar" not in box:
+        raise box["error"]
+    box["sidecar"].thread = thread
+    try:
+        yield box["sidecar"]
+    finally:
+        box["sidecar"].stop()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+class SidecarProcess:
+    """A sidecar in a process of its own. A context manager; ends the process."""
+
+    def __init__(self, store, socket, *, wait=True, prefix=(), preexec_fn=None, **options):
+        said = {"store": str(store), "socket": str(socket), "device": "cpu", **options}
+        self.socket = str(socket)
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", CHILD, json.dumps(said)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=preexec_fn,
+        )
+        if wait:
+            self.wait_ready()
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def wait_ready(self):
+        line = self.process.stdout.readline()
+        assert line == "ready\n", (line, self.process.stderr.read())
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self):
+        """Stop it as SIGTERM does; its exit status."""
+        self.process.terminate()
+        return self.process.wait(DEADLINE_S)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+def eventually(condition, seconds=10.0):
+    """Wait until a condition holds; what it gave last."""
+    until = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found or time.monotonic() > until:
+            return found
+        select.select([], [], [], 0.002)
