@@ -297,9 +297,9 @@ def test_writes_of_a_client_are_those_of_a_store(filled):
 )
 def test_a_refused_write_raises_as_in_process_and_changes_nothing(filled, tmp_path, wrong):
     _, socket, _ = filled
-    with SessionStore.open(tmp_path / "s", vector_dim=8) as store:
-        with pytest.raises(kalos_ctx.KalosError) as made:
-            store.append("s", **wrong)
+    store = SessionStore.open(tmp_path / "s", vector_dim=8)
+    with store, pytest.raises(kalos_ctx.KalosError) as made:
+        store.append("s", **wrong)
     with kalos_ctx.connect(socket, mode="served") as client:
         with pytest.raises(kalos_ctx.KalosError) as asked:
             client.append("refused", **wrong)

@@ -8,7 +8,6 @@ import json
 import logging
 import mmap
 import os
-import resource
 import signal
 import socket
 import struct
@@ -20,7 +19,7 @@ import time
 import numpy as np
 import pytest
 from helpers.raw_client import RawClient
-from helpers.sidecars import SidecarProcess, eventually, socket_folder, threaded
+from helpers.sidecars import SidecarProcess, eventually, pause, socket_folder, threaded
 
 import kalos_ctx
 from kalos_ctx import AccessRules, SessionStore
@@ -329,7 +328,7 @@ def test_59_a_sidecar_that_is_killed_is_reported_to_who_waits(tmp_path, folder):
     with SidecarProcess(tmp_path / "s", f"{folder}/s") as sidecar:
         client = kalos_ctx.connect(f"{folder}/s", **SERVED)
         client.append("s", "user", token_ids=[1], framed=True)
-        os.kill(sidecar.pid, signal.SIGSTOP)  # so that the request is under way
+        pause(sidecar.pid)  # so that the request is under way
         box = {}
 
         def ask():
@@ -356,7 +355,7 @@ def test_59_a_read_is_asked_again_of_the_next_sidecar(tmp_path, folder):
     first = SidecarProcess(tmp_path / "s", f"{folder}/s")
     client = kalos_ctx.connect(f"{folder}/s", mode="served", timeout=30)
     client.append("s", "user", token_ids=[1, 2], framed=True)
-    os.kill(first.pid, signal.SIGSTOP)
+    pause(first.pid)
     box = {}
     thread = threading.Thread(
         target=lambda: box.update(w=client.assemble("s", max_tokens=5).token_ids.tolist())
@@ -374,7 +373,7 @@ def test_60_a_stopped_sidecar_times_out_and_does_nothing_twice(tmp_path, folder)
     with SidecarProcess(tmp_path / "s", f"{folder}/s") as sidecar:
         client = kalos_ctx.connect(f"{folder}/s", mode="served", timeout=10)
         client.append("s", "user", token_ids=[1], framed=True)
-        os.kill(sidecar.pid, signal.SIGSTOP)
+        pause(sidecar.pid)
         with pytest.raises(kalos_ctx.SidecarTimeout):
             client.append("s", "user", token_ids=[2], key="once", framed=True, timeout=0.2)
         with pytest.raises(kalos_ctx.SidecarTimeout):
@@ -410,7 +409,7 @@ def test_62_without_a_sidecar_a_client_that_may_is_degraded_at_once_and_recovers
 
 def test_63_a_second_sidecar_is_refused_though_the_first_is_slow(tmp_path, folder):
     with SidecarProcess(tmp_path / "a", f"{folder}/s") as first:
-        os.kill(first.pid, signal.SIGSTOP)
+        pause(first.pid)
         with pytest.raises(kalos_ctx.Conflict, match="another sidecar"):
             kalos_ctx.serve(tmp_path / "b", f"{folder}/s")
         os.kill(first.pid, signal.SIGCONT)
@@ -477,25 +476,27 @@ def test_76_hello_byte_by_byte_is_welcome_while_it_is_in_time(served):
 
 
 def test_77_out_of_descriptors_existing_clients_are_served(tmp_path, folder):
-    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))  # noqa: E731
-    with SidecarProcess(tmp_path / "s", f"{folder}/s", preexec_fn=limit) as sidecar:
-        with kalos_ctx.connect(f"{folder}/s", **SERVED) as client:
-            client.append("s", "user", token_ids=[1, 2, 3], framed=True)
-            many = []
-            for _ in range(300):
-                sock = socket.socket(socket.AF_UNIX)
-                sock.setblocking(False)
-                with contextlib.suppress(OSError):
-                    sock.connect(f"{folder}/s")
-                many.append(sock)
-            for _ in range(50):
-                assert client.assemble("s", max_tokens=9).token_ids.tolist() == [1, 2, 3]
-            before = cpu_seconds(sidecar.pid)
-            time.sleep(0.5)
-            assert cpu_seconds(sidecar.pid) - before < 0.25  # it does not spin on accept
-            for sock in many:
-                sock.close()
-            assert eventually(lambda: connects(f"{folder}/s"))
+    limited = ("prlimit", "--nofile=80:80")
+    with (
+        SidecarProcess(tmp_path / "s", f"{folder}/s", prefix=limited) as sidecar,
+        kalos_ctx.connect(f"{folder}/s", **SERVED) as client,
+    ):
+        client.append("s", "user", token_ids=[1, 2, 3], framed=True)
+        many = []
+        for _ in range(300):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.connect(f"{folder}/s")
+            many.append(sock)
+        for _ in range(50):
+            assert client.assemble("s", max_tokens=9).token_ids.tolist() == [1, 2, 3]
+        before = cpu_seconds(sidecar.pid)
+        time.sleep(0.5)
+        assert cpu_seconds(sidecar.pid) - before < 0.25  # it does not spin on accept
+        for sock in many:
+            sock.close()
+        assert eventually(lambda: connects(f"{folder}/s"))
 
 
 def connects(path):
@@ -570,12 +571,11 @@ def test_80_a_hello_of_another_kind_is_refused_and_names_both_sides(served, what
 
 def test_80_a_sidecar_of_another_kind_is_refused_by_the_client(folder):
     welcome = protocol.Hello(major=7, modes=2, transports=2).body() + protocol.pack({})
-    with fake_sidecar(f"{folder}/s", protocol.message(protocol.OP_WELCOME, welcome)):
-        with pytest.raises(kalos_ctx.VersionMismatch, match="sidecar speaks version 7"):
-            kalos_ctx.connect(f"{folder}/s", mode="served", timeout=1)
-    with fake_sidecar(f"{folder}/t", b"\0" * 200):
-        with pytest.raises(kalos_ctx.ProtocolError):
-            kalos_ctx.connect(f"{folder}/t", mode="served", timeout=1)
+    other = fake_sidecar(f"{folder}/s", protocol.message(protocol.OP_WELCOME, welcome))
+    with other, pytest.raises(kalos_ctx.VersionMismatch, match="sidecar speaks version 7"):
+        kalos_ctx.connect(f"{folder}/s", mode="served", timeout=1)
+    with fake_sidecar(f"{folder}/t", b"\0" * 200), pytest.raises(kalos_ctx.ProtocolError):
+        kalos_ctx.connect(f"{folder}/t", mode="served", timeout=1)
 
 
 @contextlib.contextmanager
@@ -623,9 +623,9 @@ def test_72_an_answer_with_another_id_or_generation_is_ignored(served, folder):
         right = protocol.message(protocol.OP_COUNT, struct.pack("<Q", 3), id=number, generation=5)
         return wrong_id + wrong_life + right
 
-    with fake_sidecar(f"{folder}/f", welcome, [three], [sidecar.status.fd]):
-        with kalos_ctx.connect(f"{folder}/f", mode="served", timeout=5) as client:
-            assert client.count("s") == 3
+    other = fake_sidecar(f"{folder}/f", welcome, [three], [sidecar.status.fd])
+    with other, kalos_ctx.connect(f"{folder}/f", mode="served", timeout=5) as client:
+        assert client.count("s") == 3
 
 
 def test_81_a_client_of_an_older_minor_version_is_served_at_its_version(served):
@@ -702,8 +702,8 @@ def test_85_the_sockets_folder_is_made_for_the_owner_alone(folder):
 def test_86_without_room_for_shared_memory_a_client_gets_the_socket_and_knows(tmp_path, folder):
     with SessionStore.open(tmp_path / "s", segment_bytes=1 << 16) as store:
         store.append("s", "user", token_ids=[1, 2, 3], framed=True)
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # noqa: E731
-    with SidecarProcess(tmp_path / "s", f"{folder}/s", preexec_fn=limit):
+    limited = ("prlimit", "--fsize=300000:300000")
+    with SidecarProcess(tmp_path / "s", f"{folder}/s", prefix=limited):
         with kalos_ctx.connect(f"{folder}/s", **SERVED) as client:
             assert client.transport == "socket"
             assert "cannot be had" in client.transport_why
@@ -713,13 +713,15 @@ def test_86_without_room_for_shared_memory_a_client_gets_the_socket_and_knows(tm
 
 
 def test_87_pages_that_may_not_be_locked_are_used_unlocked(tmp_path, folder):
-    with threaded(tmp_path / "s", f"{folder}/s", lock_memory=True) as sidecar:
-        with kalos_ctx.connect(f"{folder}/s", **SERVED) as client:
-            assert client.ping()
-            gauges = lambda: sidecar.status.read()["gauges"]  # noqa: E731
-            assert eventually(lambda: gauges()["channel_bytes"] > 0)
-            # Either all of it is locked or none is, and the gauge says so.
-            assert gauges()["locked_bytes"] in (0, gauges()["channel_bytes"])
+    with (
+        threaded(tmp_path / "s", f"{folder}/s", lock_memory=True) as sidecar,
+        kalos_ctx.connect(f"{folder}/s", **SERVED) as client,
+    ):
+        assert client.ping()
+        assert eventually(lambda: sidecar.status.read()["gauges"]["channel_bytes"] > 0)
+        gauges = sidecar.status.read()["gauges"]
+        # Either all of it is locked or none is, and the gauge says so.
+        assert gauges["locked_bytes"] in (0, gauges["channel_bytes"])
 
 
 FORK = """
@@ -804,9 +806,9 @@ def test_95_a_lost_device_fails_what_is_under_way_and_ends_the_sidecar(tmp_path,
         raise kalos_ctx.DeviceError("the GPU is lost (CUDA_ERROR_DEVICE_UNAVAILABLE)")
 
     replace_recall(box["sidecar"], lost)
-    with kalos_ctx.connect(f"{folder}/s", **SERVED) as client:
-        with pytest.raises(kalos_ctx.DeviceError):
-            client.recall([1.0], top_k=1)
+    client = kalos_ctx.connect(f"{folder}/s", **SERVED)
+    with client, pytest.raises(kalos_ctx.DeviceError):
+        client.recall([1.0], top_k=1)
     thread.join(10)
     assert not thread.is_alive()
     assert "lost" in str(box["error"])

@@ -67,7 +67,7 @@ def threaded(store, socket, **options):
 class SidecarProcess:
     """A sidecar in a process of its own. A context manager; ends the process."""
 
-    def __init__(self, store, socket, *, wait=True, prefix=(), preexec_fn=None, **options):
+    def __init__(self, store, socket, *, wait=True, prefix=(), **options):
         said = {"store": str(store), "socket": str(socket), "device": "cpu", **options}
         self.socket = str(socket)
         self.process = subprocess.Popen(
@@ -75,7 +75,6 @@ class SidecarProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=preexec_fn,
         )
         if wait:
             self.wait_ready()
@@ -118,3 +117,17 @@ def eventually(condition, seconds=10.0):
         if found or time.monotonic() > until:
             return found
         select.select([], [], [], 0.002)
+
+
+def pause(pid):
+    """Stop a process, all of its threads."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stopped():
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat") as file:
+                if file.read().rsplit(")", 1)[1].split()[0] != "T":
+                    return False
+        return True
+
+    assert eventually(stopped)
