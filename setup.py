@@ -75,12 +75,14 @@ setup(
         "kalos_ctx.adapters",
         "kalos_ctx.backends",
         "kalos_ctx.demo_data",
+        "kalos_ctx.inspecting",
         "kalos_ctx.sidecar",
         "kalos_ctx._kernels",
     ],
     package_data={
         "kalos_ctx": ["*.pyi", "py.typed"],
         "kalos_ctx._kernels": ["*.h", "*.cuh", "*.cu"],
+        "kalos_ctx.inspecting": ["page/*"],
         "kalos_ctx.demo_data": ["*.*", "qwen3/*", "licences/*"],
     },
 )

@@ -169,7 +169,13 @@ class ContextAssembler(AssemblerCore):
         As `assemble`; PoolExhausted where there are more requests than slots.
         """
         return build_batch(
-            self, requests, layout=layout, pad_id=pad_id, on_error=on_error, dtype=dtype
+            self.assemble,
+            self.pool,
+            requests,
+            layout=layout,
+            pad_id=pad_id,
+            on_error=on_error,
+            dtype=dtype,
         )
 
     def plan(self, session: str | bytes, **options: Any) -> Plan:

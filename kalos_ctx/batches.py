@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from kalos_ctx._context_window import ContextWindow
     from kalos_ctx._device import Device
     from kalos_ctx._windows import Window, WindowPool
-    from kalos_ctx.assembler import ContextAssembler
-    from kalos_ctx.sidecar.client import Client
 
 LAYOUTS = ("packed", "left", "right")
 DTYPES = ("int32", "int64")
@@ -183,7 +181,8 @@ def _arranged(
 
 
 def build_batch(
-    assembler: ContextAssembler | Client,
+    assemble: Callable[..., ContextWindow],
+    pool: WindowPool,
     requests: Any,
     *,
     layout: Any,
@@ -200,22 +199,22 @@ def build_batch(
     elif layout != "packed":
         raise InvalidArgument(f"layout {layout!r} needs a pad_id")
     rows = _checked_requests(requests)
-    if len(rows) > assembler.pool.slots:
+    if len(rows) > pool.slots:
         raise PoolExhausted(
             f"{len(rows)} requests need a window slot each, and the assembler has "
-            f"{assembler.pool.slots}: make it with more slots"
+            f"{pool.slots}: make it with more slots"
         )
     windows: list[ContextWindow | KalosError] = []
     try:
         for place, row in enumerate(rows):
             try:
-                windows.append(assembler.assemble(**row))
+                windows.append(assemble(**row))
             except KalosError as error:
                 error.args = (f"requests[{place}]: {error}", *error.args[1:])
                 if on_error == "raise":
                     raise
                 windows.append(error)
-        return ContextBatch(windows, layout, pad_id, dtype, assembler.pool)
+        return ContextBatch(windows, layout, pad_id, dtype, pool)
     except BaseException:
         for window in windows:
             if not isinstance(window, KalosError):

@@ -97,7 +97,8 @@ def records(
         yield from _lines(first, source)
 
 
-def _parsed(text: str) -> Any:
+def parsed_json(text: str) -> Any:
+    """Return a text's JSON value, or a Refused that says why it has none."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -112,7 +113,7 @@ def _line_value(line: bytes) -> Any:
     if b"\0" in line:
         return Refused("the line holds a NUL byte")
     try:
-        return _parsed(line.decode())
+        return parsed_json(line.decode())
     except UnicodeDecodeError as error:
         return Refused(f"the line is not UTF-8 at byte {error.start + 1}")
 
@@ -128,7 +129,7 @@ def _lines(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
             else:
                 line = pending + piece
                 if len(line) > MAX_RECORD_NBYTES:
-                    yield number, _too_long()
+                    yield number, too_long()
                 elif line.strip():
                     yield number, _line_value(line)
             pending = b""
@@ -136,7 +137,7 @@ def _lines(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
         if not skipping:
             pending += rest
             if len(pending) > MAX_RECORD_NBYTES:
-                yield number, _too_long()
+                yield number, too_long()
                 pending, skipping = b"", True
         try:
             data = source.chunk()
@@ -147,7 +148,8 @@ def _lines(first: bytes, source: _Source) -> Iterator[tuple[int, Any]]:
         yield number, _line_value(pending)
 
 
-def _too_long() -> Refused:
+def too_long() -> Refused:
+    """Return the refusal of a conversation that takes more memory than one may."""
     return Refused(f"longer than {MAX_RECORD_NBYTES >> 20} MiB")
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalos_ctx import terminal
-from kalos_ctx.sidecar import commands as sidecar_commands
+from kalos_ctx import sidecar_commands, terminal
 from kalos_ctx.terminal import CommandFailed, guarded, name_argument, name_text, shown
 
 if TYPE_CHECKING:

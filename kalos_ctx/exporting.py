@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kalos_ctx.conversations import TURN_FIELDS
 from kalos_ctx.errors import SessionExpired, SessionNotFound
-from kalos_ctx.importing import TOOLS_SEGMENT, TURN_FIELDS
+from kalos_ctx.importing import TOOLS_SEGMENT
 from kalos_ctx.terminal import name_text
 
 if TYPE_CHECKING:

@@ -1,146 +1,155 @@
-"""Chats from files: OpenAI-style JSON lines and ShareGPT into a store.
+"""Chats of other stores and of files into a store: each conversation wholly or not at all.
 
-docs/cli.md describes what is taken from a conversation and what is refused.
+docs/importing.md describes what is taken from each source and what is refused.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kalos_ctx.arguments import name_bytes
-from kalos_ctx.chat_files import Refused, opened, records
+from kalos_ctx.chat_files import Refused
+from kalos_ctx.conversations import Conversation, conversation
 from kalos_ctx.errors import KalosError, StoreFull, StoreIOError, StoreLocked, StoreReadOnly
+from kalos_ctx.found_chats import FoundChat
+from kalos_ctx.import_sources import opened_source
 
 if TYPE_CHECKING:
+    from kalos_ctx.rehearsal import Rehearsal
     from kalos_ctx.store import SessionStore
 
-ROLES = {
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "model": "assistant",
-    "system": "system", "developer": "developer",
-    "tool": "tool", "observation": "tool", "function": "function",
-}  # fmt: skip
-# Fields of a message with a place of their own in a turn; all others become its metadata.
-TURN_FIELDS = frozenset(
-    {"role", "from", "content", "value", "token_ids", "group", "created_at", "metadata"}
-)
 TOOLS_SEGMENT = "tools"
 TURN_PLACE = re.compile(r"\Aturns\[(\d+)\]")
-# The store itself has failed: no later line can fare better.
+# The store itself has failed: no later conversation can fare better.
 HOPELESS = (StoreFull, StoreIOError, StoreLocked, StoreReadOnly)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A place in the file that was not taken, and why.
+    """A conversation that was not taken, and why.
 
     Attributes
     ----------
-    line : int
-        From 1: where the conversation begins.
+    place : str
+        Where it stands in the source; not escaped.
     reason : str
+    line : int or None
+        Of a file, from 1: where the conversation begins.
     """
 
-    line: int
+    place: str
     reason: str
+    line: int | None = None
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """What an import did.
+    """What an import did, or would do.
 
     Attributes
     ----------
-    sessions, turns : int
-        New sessions, and turns added to new and old ones.
+    sessions, turns, tokens : int
+        New sessions, and turns with their tokens added to new and old ones.
     unchanged : int
         Conversations that the store held already.
     grown : int
         Sessions that gained turns at their end.
     as_system : int
         Developer turns that stand as system turns, since the template has no developer.
+    skipped : Counter of str
+        What of the taken conversations was left out or stands otherwise, and how often.
     refused : list of Refusal
     """
 
     sessions: int = 0
     turns: int = 0
+    tokens: int = 0
     unchanged: int = 0
     grown: int = 0
     as_system: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
     refused: list[Refusal] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """One conversation of a file, in the store's terms."""
-
-    session: bytes
-    turns: list[dict[str, Any]]
-    tools: str | None
-    places: list[str]
-
-    def place(self, found: re.Match[str], first: int) -> str:
-        """Return where in the file a turn stands that the store names by its place in a call."""
-        return self.places[first + int(found[1])]
 
 
 def import_file(
     store: SessionStore,
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    *,
+    form: str | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+    **options: Any,
+) -> ImportReport:
+    """Add the conversations of a source to a store.
+
+    Parameters
+    ----------
+    source : path or str
+        A file of any known format, "-" for standard input, or the URL of a Redis server.
+    form : str, optional
+        One of `import_sources.FORMATS`; recognised where not given.
+    on_bytes : callable, optional
+        Called with the bytes of the source that were read so far.
+    **options
+        As `import_chats`.
+
+    Raises
+    ------
+    SourceUnavailable, OSError, and as `import_chats`
+    """
+    with opened_source(source, form) as chats:
+        return import_chats(store, chats.chats(on_bytes), **options)
+
+
+def import_chats(
+    store: SessionStore | Rehearsal,
+    chats: Iterable[FoundChat],
     *,
     tenant: str | bytes = "",
     strict: bool = False,
     trust_token_ids: bool = False,
     on_refusal: Callable[[Refusal], None] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> ImportReport:
-    """Add the conversations of a file to a store.
+    """Add conversations to a store.
 
-    Each conversation becomes one session, all of it or nothing. One that the store holds already
-    is left as it is, and one that has grown gains its new turns, so that an import may be
-    repeated, also after it was interrupted.
+    Each becomes one session, all of it or nothing. One that the store holds already is left as it
+    is, and one that has grown gains its new turns, so that an import may be repeated, also after it
+    was interrupted.
 
     Parameters
     ----------
-    store : SessionStore
-        Opened for writing, with a tokenizer unless the file holds token IDs only.
-    path : path
-        The file; "-" is standard input.
+    store : SessionStore or Rehearsal
+        Opened for writing, with a tokenizer unless the source holds token IDs only.
     strict : bool
         Stop at the first refusal; what stands before it is in the store.
     trust_token_ids : bool
         Take `token_ids` of messages without text as they are, framing included.
-    on_refusal, on_bytes : callable, optional
-        Called with each refusal, and with the bytes of the file that were read so far.
+    on_refusal : callable, optional
+        Called with each refusal.
 
     Raises
     ------
-    StoreFull, StoreIOError, StoreLocked, StoreReadOnly, OSError
+    StoreFull, StoreIOError, StoreLocked, StoreReadOnly, and what reading the source raises
     """
     report = ImportReport()
     taker = _Taker(store, tenant, trust_token_ids, report)
-    label = "stdin" if os.fspath(path) == "-" else os.path.basename(os.fspath(path))
-    with opened(path) as raw:
-        for line, record in records(raw, on_bytes):
-            try:
-                if isinstance(record, Refused):
-                    raise record
-                taker.take(record, f"{label}:{line}")
-            except HOPELESS:
-                raise
-            except (Refused, KalosError) as error:
-                refusal = Refusal(line, str(error))
-                report.refused.append(refusal)
-                if on_refusal is not None:
-                    on_refusal(refusal)
-                if strict:
-                    break
+    for found in chats:
+        try:
+            if isinstance(found.value, Refused):
+                raise found.value
+            taker.take(found)
+        except HOPELESS:
+            raise
+        except (Refused, KalosError) as error:
+            refusal = Refusal(found.place, str(error), found.line)
+            report.refused.append(refusal)
+            if on_refusal is not None:
+                on_refusal(refusal)
+            if strict:
+                break
     return report
 
 
@@ -148,19 +157,21 @@ class _Taker:
     """Puts conversations into one store."""
 
     def __init__(
-        self, store: SessionStore, tenant: str | bytes, trust: bool, report: ImportReport
+        self,
+        store: SessionStore | Rehearsal,
+        tenant: str | bytes,
+        trust: bool,
+        report: ImportReport,
     ) -> None:
         self._store, self._tenant, self._trust, self._report = store, tenant, trust, report
         self._has_developer = _renders_developer(store)
 
-    def take(self, record: Any, unnamed: str) -> None:
+    def take(self, found: FoundChat) -> None:
         """Add one conversation; Refused or KalosError, and nothing is changed, otherwise."""
-        chat = conversation(record, unnamed, trust_token_ids=self._trust)
-        if not self._has_developer:
-            for turn in chat.turns:
-                if turn["role"] == "developer":
-                    turn["role"] = "system"
-                    self._report.as_system += 1
+        chat = conversation(
+            found.value, found.unnamed, trust_token_ids=self._trust, places=found.places
+        )
+        as_system = 0 if self._has_developer else _developer_as_system(chat)
         store, tenant = self._store, self._tenant
         if chat.tools is not None:
             self._check_tools(chat.tools)
@@ -168,22 +179,31 @@ class _Taker:
         if have:
             self._check_same(chat, have)
         try:
-            added = store.extend(chat.session, chat.turns[have:], tenant=tenant)
+            added = store.extend(chat.session, keyed_turns(chat, have), tenant=tenant)
         except HOPELESS:
             raise
         except KalosError as error:
             raise Refused(
-                TURN_PLACE.sub(lambda found: chat.place(found, have), str(error))
+                TURN_PLACE.sub(lambda place: chat.place(place, have), str(error))
             ) from None
         # Behind the turns: an import that was cut short between the two is completed by the next.
         tools_new = chat.tools is not None and self._pin_tools(chat.session, chat.tools)
-        self._report.turns += len(added)
+        self._count(chat, have, len(added), tools_new)
+        self._report.as_system += as_system
+        self._report.skipped.update(found.skipped)
+
+    def _count(self, chat: Conversation, have: int, added: int, tools_new: bool) -> None:
+        report = self._report
+        report.turns += added
+        if added:
+            new = self._store.turns(chat.session, have, tenant=self._tenant)
+            report.tokens += sum(turn.num_tokens for turn in new)
         if not have:
-            self._report.sessions += 1
+            report.sessions += 1
         elif added or tools_new:
-            self._report.grown += 1
+            report.grown += 1
         else:
-            self._report.unchanged += 1
+            report.unchanged += 1
 
     def _check_same(self, chat: Conversation, have: int) -> None:
         """Refuse a conversation that does not begin as the stored session does."""
@@ -196,7 +216,7 @@ class _Taker:
         if have > len(chat.turns):
             raise Refused(
                 f"the store has a session of this name with more turns, {have} "
-                f"(the file has {len(chat.turns)})"
+                f"(the source has {len(chat.turns)})"
             )
 
     def _check_tools(self, tools: str) -> None:
@@ -213,7 +233,24 @@ class _Taker:
         return True
 
 
-def _renders_developer(store: SessionStore) -> bool:
+def keyed_turns(chat: Conversation, first: int) -> list[dict[str, Any]]:
+    """Return the turns from `first` on as arguments of `append`.
+
+    Each has an idempotency key of its place, so that the store itself takes none of them twice.
+    """
+    rest = chat.turns[first:]
+    return [{**turn, "key": f"import:{i}"} for i, turn in enumerate(rest, first)]
+
+
+def _developer_as_system(chat: Conversation) -> int:
+    """Let developer turns be system turns; return how many there are."""
+    found = [turn for turn in chat.turns if turn["role"] == "developer"]
+    for turn in found:
+        turn["role"] = "system"
+    return len(found)
+
+
+def _renders_developer(store: SessionStore | Rehearsal) -> bool:
     codec = store.codec
     if codec is None or not codec.has_template:
         return True
@@ -225,7 +262,7 @@ def _renders_developer(store: SessionStore) -> bool:
 
 
 def _same(stored: Any, turn: Mapping[str, Any]) -> bool:
-    """Say whether a stored turn is the file's, as far as the file says."""
+    """Say whether a stored turn is the source's, as far as the source says."""
     if stored.role != turn["role"] or stored.text != turn["content"]:
         return False
     if (stored.metadata or None) != turn["metadata"] or stored.group != turn["group"]:
@@ -234,138 +271,3 @@ def _same(stored: Any, turn: Mapping[str, Any]) -> bool:
         return False
     ids = turn.get("token_ids")
     return ids is None or stored.token_ids.tolist() == ids
-
-
-# ---- One conversation ---------------------------------------------------------------------------
-
-
-def conversation(record: Any, unnamed: str, *, trust_token_ids: bool = False) -> Conversation:
-    """Return a parsed JSON value as a conversation.
-
-    Parameters
-    ----------
-    record : JSON value
-        `{"messages": [...]}` or `{"conversations": [...]}`, with `id` and `tools` where they are.
-    unnamed : str
-        The session's name where the record has no `id`.
-
-    Raises
-    ------
-    Refused
-    """
-    if not isinstance(record, dict):
-        raise Refused(f"a conversation must be a JSON object (got {_kind(record)})")
-    found = [name for name in ("messages", "conversations") if name in record]
-    if len(found) != 1:
-        which = "both" if found else "neither"
-        raise Refused(f"a conversation must have 'messages' or 'conversations' (has {which})")
-    messages = record[found[0]]
-    if not isinstance(messages, list) or not messages:
-        what = "an empty one" if messages == [] else _kind(messages)
-        raise Refused(f"'{found[0]}' must be a list of messages (got {what})")
-    system = record.get("system")
-    if system is not None and not isinstance(system, str):
-        raise Refused(f"'system' must be a string (got {_kind(system)})")
-    places = [f"{found[0]}[{i}]" for i in range(len(messages))]
-    if system:
-        places.insert(0, "system")
-        messages = [{"role": "system", "content": system}, *messages]
-    turns = [
-        _turn(place, one, trust_token_ids) for place, one in zip(places, messages, strict=True)
-    ]
-    session = _session(record.get("id"), unnamed)
-    return Conversation(session, turns, _tools(record.get("tools")), places)
-
-
-def _session(given: Any, unnamed: str) -> bytes:
-    if given is None:
-        given = unnamed
-    elif isinstance(given, int) and not isinstance(given, bool):
-        given = str(given)
-    if not isinstance(given, str):
-        raise Refused(f"'id' must be a string or a whole number (got {_kind(given)})")
-    try:
-        # Lone surrogates stand for the bytes of a name that is not UTF-8, as in an export.
-        raw = given.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise Refused("'id' holds a lone surrogate that stands for no byte") from None
-    return name_bytes(raw, "'id'")
-
-
-def _tools(given: Any) -> str | None:
-    if isinstance(given, str):  # ShareGPT files often hold the list as text
-        try:
-            given = json.loads(given) if given.strip() else None
-        except (ValueError, RecursionError):
-            raise Refused("'tools' is text that is not JSON") from None
-    if given is None or given == []:
-        return None
-    if not isinstance(given, list):
-        raise Refused(f"'tools' must be a list (got {_kind(given)})")
-    return json.dumps(given, ensure_ascii=False)
-
-
-def _turn(place: str, message: Any, trust_token_ids: bool) -> dict[str, Any]:
-    """Return a message as arguments of `append`."""
-    if not isinstance(message, dict):
-        raise Refused(f"{place} must be a JSON object (got {_kind(message)})")
-    metadata = {name: value for name, value in message.items() if name not in TURN_FIELDS}
-    more = message.get("metadata")
-    if more is not None:
-        if not isinstance(more, dict):
-            raise Refused(f"{place}: 'metadata' must be an object (got {_kind(more)})")
-        metadata.update(more)
-    group = message.get("group")
-    if group is not None and (isinstance(group, bool) or not isinstance(group, str | int)):
-        raise Refused(f"{place}: 'group' must be a string or a whole number (got {_kind(group)})")
-    turn = {
-        "role": _role(place, message),
-        "content": _content(place, message),
-        "metadata": metadata or None,
-        "group": group,
-        "created_at": message.get("created_at"),
-    }
-    ids = message.get("token_ids")
-    if turn["content"] is None and ids is not None:
-        if not trust_token_ids:
-            raise Refused(
-                f"{place} holds token IDs in place of text; --trust-token-ids takes them as given"
-            )
-        turn.update(token_ids=ids, framed=True)
-    elif turn["content"] is None and not metadata.get("tool_calls"):
-        raise Refused(f"{place} has no content")
-    elif turn["content"] == "" and not metadata.get("tool_calls"):
-        raise Refused(f"{place} is empty")
-    return turn
-
-
-def _role(place: str, message: Mapping[str, Any]) -> str:
-    given = message.get("role", message.get("from"))
-    if not isinstance(given, str):
-        raise Refused(f"{place} has no role" if given is None else f"{place}: role is no string")
-    role = ROLES.get(given.strip().lower())
-    if role is None:
-        raise Refused(f"{place} has an unknown role {given[:40]!a}")
-    return role
-
-
-def _content(place: str, message: Mapping[str, Any]) -> str | None:
-    given = message.get("content", message.get("value"))
-    if isinstance(given, list):
-        parts = []
-        for part in given:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise Refused(f"{place} has a content part that is not text")
-            parts.append(part["text"])
-        return "".join(parts)
-    if given is None or isinstance(given, str):
-        return given
-    raise Refused(f"{place}: content must be a string (got {_kind(given)})")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "a number")

@@ -85,7 +85,7 @@ def environment():
 def test_import_names_refusals_and_exits_with_1(kalos, chats, store_path, tokenizer):
     code, out, err = kalos("import", chats, store_path, "--tokenizer", tokenizer)
     assert code == 1
-    assert out == "2 sessions added, 0 grown, 0 unchanged: 3 turns; 1 refused\n"
+    assert out == "2 sessions added, 0 grown, 0 unchanged: 3 turns, 3 tokens; 1 refused\n"
     assert err.splitlines() == [
         f"{chats}:2: messages[0] has an unknown role 'narrator'",
         "kalos: 1 conversations were refused; correct these lines and import again",
@@ -278,7 +278,7 @@ def test_interrupt_is_one_line_and_exit_130(kalos, chats, store_path, tokenizer,
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importing, "import_file", interrupted)
+    monkeypatch.setattr(importing, "import_chats", interrupted)
     code, out, err = kalos("import", chats, store_path, "--tokenizer", tokenizer)
     assert (code, out, err) == (130, "", "kalos: interrupted\n")
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from kalos_ctx import chat_files
+from kalos_ctx.conversations import conversation
 from kalos_ctx.exporting import export_session, export_sessions, message
-from kalos_ctx.importing import conversation, import_file
+from kalos_ctx.importing import import_file
 from kalos_ctx.store import SessionStore
 
 HI = {"role": "user", "content": "hi"}
@@ -317,7 +318,7 @@ def test_import_other_chat_of_the_same_name_is_refused(store, tmp_path):
     report = import_file(store, written(tmp_path / "a.jsonl", records))
     assert reasons(report) == [
         (2, "the store has a session of this name whose turn 0 is another"),
-        (3, "the store has a session of this name with more turns, 2 (the file has 1)"),
+        (3, "the store has a session of this name with more turns, 2 (the source has 1)"),
     ]
     assert len(store.turns("a")) == 2
 

@@ -177,9 +177,9 @@ def test_67_a_length_or_number_out_of_range_is_refused(served):
         head = bytearray(raw.request(protocol.OP_COUNT, CALL))
         for nbytes in (2**32 - 1, raw.hello.request_nbytes, raw.hello.request_nbytes - 63):
             head[32 - 8 : 32 - 4] = struct.pack("<I", nbytes)
-            struct.pack_into("<Q", head, 8, raw.next_id)
-            raw.put(0, bytes(head))
             number, raw.next_id = raw.next_id, raw.next_id + 1
+            struct.pack_into("<Q", head, 8, number)
+            raw.put(0, bytes(head))
             assert eventually(lambda n=number: raw.answer_word(0) == (n, 3))
         assert_served(path)
     assert counts(sidecar)["bad_requests"] >= len(LENGTHS)

@@ -463,9 +463,15 @@ class Client:
         dtype: str = "int32",
     ) -> ContextBatch:
         """Build several windows at once; as `ContextAssembler.assemble_batch`."""
-        owner = self if self._assembler is None else self._assembler
+        self._check()
         return build_batch(
-            owner, requests, layout=layout, pad_id=pad_id, on_error=on_error, dtype=dtype
+            self.assemble,
+            self.pool if self._assembler is None else self._assembler.pool,
+            requests,
+            layout=layout,
+            pad_id=pad_id,
+            on_error=on_error,
+            dtype=dtype,
         )
 
     def plan(

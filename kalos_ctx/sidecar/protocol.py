@@ -192,7 +192,7 @@ def pack_error(error: KalosError) -> bytes:
 def _public_class(cls: type[KalosError]) -> type[KalosError]:
     """Return the nearest class that `kalos_ctx.errors` has."""
     for base in cls.__mro__:
-        if issubclass(base, KalosError) and getattr(errors, base.__name__, None) is base:
+        if issubclass(base, KalosError) and base in vars(errors).values():
             return base
     return KalosError
 

@@ -64,10 +64,10 @@ class RawClient:
         return PAGE + i * self.hello.request_nbytes
 
     def put(self, i, data, *, word=None, id=None):
-        """Write bytes into slot i and its word; with a word of None that of a ready request."""
+        """Write bytes into slot i and its word: that of a ready request with their ID, or given."""
         off = self.slot_off(i)
         self.requests[off : off + len(data)] = data
-        number = self.next_id if id is None else id
+        number = struct.unpack_from("<Q", data, 8)[0] if id is None else id
         value = number << 8 | READY if word is None else word
         self.requests[8 * i : 8 * i + 8] = struct.pack("<Q", value)
         self.ring()
