@@ -243,14 +243,19 @@ class ContextAssembler(AssemblerCore):
         hits = found.hits
         return hits
 
-    def load(self) -> None:
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Bring the store's vectors to where recall needs them, before the first one asks.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called as ``progress(rows_done, num_rows)`` while a GPU's memory is filled.
 
         Raises
         ------
         StoreCorrupt, StoreClosed, DeviceError
         """
-        self._recaller().load()
+        self._recaller().load(progress)
 
     def gauges(self) -> dict[str, int]:
         """Return what is in use now.

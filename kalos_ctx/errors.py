@@ -88,7 +88,7 @@ class FingerprintMismatch(KalosError, ValueError):
 
 
 class FormatVersionError(KalosError):
-    """The store was written by a newer format version or on another byte order."""
+    """The store has a format that this version does not read, or another byte order."""
 
 
 class InvalidTokenId(KalosError, ValueError):

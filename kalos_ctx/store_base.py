@@ -122,7 +122,7 @@ class StoreBase:
         durability : {"process", "group", "each"}
             What an acknowledged call survives: docs/durability.md.
         segment_bytes : int
-            Size of log, token and vector segments of a new store, 65,536 to 2**32 - 2**20, a
+            Size of log, token and vector segments of a new store, 65,536 to `2**32 - 2**20`, a
             multiple of 4,096.
         on_control : {"literal", "refuse"}
             What happens to text that spells a control token.

@@ -184,7 +184,9 @@ class Sessions:
 
     def batch(self, *names, layout="packed", on_error="raise", **options):
         requests = [{"session": name, "max_tokens": 9} for name in names]
-        return batches.build_batch(self, requests, layout=layout, on_error=on_error, **options)
+        return batches.build_batch(
+            self.assemble, self.pool, requests, layout=layout, on_error=on_error, **options
+        )
 
 
 @pytest.fixture(params=["cuda", "cpu"])

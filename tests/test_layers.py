@@ -148,6 +148,7 @@ LAYERS = {
         "import_sources.py",
         "importing.py",
         "inspecting/*",
+        "conformance/*",
         "langchain_messages.py",
         "langgraph_threads.py",
         "msgpack_values.py",

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from helpers.recalls import bits, ids_of, make_backend, recall
+from helpers.sidecars import eventually
 
 from kalos_ctx.errors import SessionExpired, SessionNotFound, StoreClosed, StoreCorrupt
 from kalos_ctx.store import SessionStore
@@ -209,3 +210,32 @@ def test_threads_recall_at_once_from_a_backend_that_is_new_or_closes(store):
             calls = [pool.submit(backend.recall, queries, **options) for _ in range(16)]
             backend.close()
             assert [bits(call.result()) for call in calls] == [expected] * 16
+
+
+# ---- Loading -------------------------------------------------------------------------------------
+
+
+def resident(backend):
+    """Rows that are where recall reads them; on the CPU that is the store itself."""
+    if backend.name == "cpu":
+        return backend._core.num_vector_rows
+    return backend._scan.num_resident
+
+
+def test_rows_are_loaded_before_a_recall_and_later_ones_follow_behind_its_back(store):
+    backend = make_backend(store)
+    backend.load()  # a store without vectors
+    store.add_passages("c", np.eye(4, dtype=np.float32))
+    told = []
+    backend.load(lambda done, rows: told.append((done, rows)))
+    assert resident(backend) == 4
+    assert backend.name == "cpu" or told[-1] == (4, 4)
+    store.add_passages("c", np.eye(4, dtype=np.float32)[:3])
+    assert eventually(lambda: resident(backend) == 7)
+    found = backend.recall([0, 0, 1, 0], top_k=2, collections=(b"c",))
+    assert ids_of(found) == [2, 6]
+    backend.close()
+    store.compact()
+    backend.load()
+    assert ids_of(backend.recall([0, 0, 1, 0], top_k=2, collections=(b"c",))) == [2, 6]
+    backend.close()

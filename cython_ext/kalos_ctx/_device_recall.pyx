@@ -6,6 +6,8 @@ date is found by its entry, as on the CPU: the bitmap is brought up to date then
 again.
 """
 
+from functools import partial
+
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -21,6 +23,9 @@ from kalos_ctx._lanes cimport Lane, Lanes
 from kalos_ctx._reader cimport StoreReader
 from kalos_ctx._store_scan cimport Scope, StoreScan
 from kalos_ctx._vectors cimport RowMap, Runs
+
+from kalos_ctx._row_source import newest_rows
+from kalos_ctx._vectors import StoreMoved
 
 cdef extern from "kalos_launch.h" nogil:
     enum:
@@ -96,9 +101,42 @@ cdef class DeviceScan(StoreScan):
         since a hit might have been missing, and how many ran on the CPU."""
         return {name: self.counts[kind] for kind, name in enumerate(KIND_NAMES) if name}
 
+    @property
+    def num_resident(self):
+        """Rows that are on the device."""
+        cdef DeviceRows resident = self.resident
+        return 0 if resident is None else resident.num_rows
+
+    def load(self, progress=None):
+        """Bring the store's rows onto the device, before a recall asks for them.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            In place of the one that the scan was made with.
+
+        Raises
+        ------
+        StoreCorrupt, StoreClosed, DeviceError
+        """
+        cdef RowMap rows
+        if progress is not None:
+            self.progress = progress
+        while True:
+            try:
+                rows = newest_rows(self.reader)
+                break
+            except StoreMoved:
+                continue
+        if rows.num_rows:
+            self.rows_for(rows)
+
     def close(self):
         """Give the rows' memory back, once the scans that read it have ended."""
+        cdef DeviceRows resident = self.resident
         self.resident = self.batches = None
+        if resident is not None:
+            resident.stop_following()
         self.scopes.clear()
 
     # ---- What a launch needs --------------------------------------------------------------------
@@ -115,6 +153,8 @@ cdef class DeviceScan(StoreScan):
                     self.find_kernels(resident)
                     self.scopes.clear()
                     self.resident = resident  # what scans of the former rows still hold stays
+                    # New rows come over behind a recall's back; none waits for that.
+                    resident.start_following(partial(newest_rows, self.reader))
         resident.follow(rows, NULL)
         return resident
 

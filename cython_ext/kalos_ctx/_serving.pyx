@@ -10,7 +10,7 @@ of all clients at once (futex_waitv).
 import logging
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.errno cimport ENOSYS, errno
+from libc.errno cimport EAGAIN, EINTR, ETIMEDOUT, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -253,8 +253,8 @@ cdef class ServingLoop:
             if not self.can_sleep:
                 kalos_nap(NAP_NS)
             elif kalos_wait_many(waiters, <unsigned>(count + 1), kalos_mono_ns() + SLEEP_NS) < 0 \
-                    and errno == ENOSYS:
-                self.can_sleep = False
+                    and errno not in (EAGAIN, EINTR, ETIMEDOUT):
+                self.can_sleep = False  # an old kernel, or a filter: it naps from now on
         for n in range(count):
             kalos_store_flag(&(<kalos_response_head*>self.ends[n].responses).sleeping, 0)
 

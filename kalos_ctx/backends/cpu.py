@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -156,7 +156,7 @@ class CpuBackend:
         ranked = [_merged(hits, query, k) for query in range(len(prepared))]
         return _recalled(scopes, ranked, zero, generation)
 
-    def load(self) -> None:
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Make the first recall as fast as the next: nothing to do, rows lie in mapped files."""
 
     def close(self) -> None:

@@ -133,6 +133,10 @@ class CudaBackend(CpuBackend):
             return replace(found, path="cpu_recall")
         return found
 
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Bring the store's vectors onto the device; later ones follow in the background."""
+        self._scan.load(progress)
+
     def close(self) -> None:
         """Give the rows' memory on the device back."""
         self._scan.close()

@@ -325,7 +325,7 @@ class Sidecar:
             assembler = self._assembler = ContextAssembler(
                 store, device=self.options.device, slots=self.options.slots
             )
-            assembler.load()
+            assembler.load(_report_load())
             self._workers = Workers(self.options.workers)
             calls = self._calls = Calls(
                 store, assembler, self._store_options.get("durability", "process")
@@ -736,6 +736,19 @@ class Sidecar:
         if not plain:
             raise SidecarUnavailable(f"shared memory cannot be had: {why}")
         return "socket", why, None
+
+
+def _report_load() -> Callable[[int, int], None]:
+    """Return what logs how far the vectors are loaded, once in ten seconds at most."""
+    last = [time.monotonic()]
+
+    def report(done: int, rows: int) -> None:
+        now = time.monotonic()
+        if now - last[0] > 10.0:
+            last[0] = now
+            log.info("loading vectors: %d of %d rows", done, rows)
+
+    return report
 
 
 def _one_cpu() -> bool:
