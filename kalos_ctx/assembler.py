@@ -257,6 +257,14 @@ class ContextAssembler(AssemblerCore):
         """
         self._recaller().load(progress)
 
+    def combine_recalls(self) -> None:
+        """Let recalls that several threads ask for at a time go together, as one scan.
+
+        Results are the same. A recall that is alone takes a little longer (under a microsecond);
+        many at a time take less.
+        """
+        self._recaller().combine()
+
     def gauges(self) -> dict[str, int]:
         """Return what is in use now.
 

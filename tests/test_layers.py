@@ -98,6 +98,7 @@ LAYERS = {
         "_nvrtc.py",
         "_kernel_source.py",
         "backends/__init__.py",
+        "backends/combining.py",
         "backends/cpu.py",
         "backends/cuda_device.py",
         "backends/cuda_system.py",

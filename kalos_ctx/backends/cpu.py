@@ -13,6 +13,7 @@ import numpy as np
 from kalos_ctx import arguments, filters
 from kalos_ctx._cpu_ops import MAX_HITS
 from kalos_ctx._store_scan import StoreScan, lower_bound
+from kalos_ctx.backends.combining import Combiner
 from kalos_ctx.errors import (
     InvalidType,
     SessionExpired,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from kalos_ctx.store import SessionStore
 
 SESSION_SOURCE = "session"
+# Of `StoreScan.passages`.
+Found = tuple[Any, Any, Any, list[tuple[int, int, bool]], list[int], Any, list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class CpuBackend:
         self._core = store._core
         self._scan = self._new_scan()
         self._metadata = filters.MetadataIndexes(self._core)
+        self.combiner: Combiner | None = None
 
     def _new_scan(self) -> StoreScan:
         return StoreScan(self._core)
@@ -188,15 +192,44 @@ class CpuBackend:
         hits, places, generation
             As `Recalled` has them.
         """
-        ids, scores, counts, places, owners, scope, zero, generation = self._scan.passages(
-            tenant, names, query, k, bound
-        )
-        count = len(places)
-        found = scope.names
-        if len(found) == 1:
-            sources = (arguments.name_out(found[0]),) * count
+        if self.combiner is not None and query.ndim == 1:
+            self._scan.prepare(query)  # whose own error it is
+            row = np.asarray(query, np.float32)
+            found: Found = self.combiner((tenant, names, k, bound, len(row)), row)
         else:
-            labels = [arguments.name_out(name) for name in found]
+            found = self._scan.passages(tenant, names, query, k, bound)
+        return self._told(found)
+
+    def combine(self) -> None:
+        """Let recalls that several threads ask for at a time go together."""
+        self.combiner = Combiner(self._scan_together)
+
+    def _scan_together(
+        self, key: tuple[bytes, tuple[bytes, ...], int, float, int], queries: NDArray[np.float32]
+    ) -> list[Found]:
+        tenant, names, k, bound, _ = key
+        found = self._scan.passages(tenant, names, queries, k, bound)
+        ids, scores, counts, places, owners, scope, zero, generation = found
+        ends = np.cumsum(counts).tolist()
+        apart = []
+        for row, end in enumerate(ends):
+            own = slice(ends[row - 1] if row else 0, end)
+            none = [0] if row in zero else []
+            apart.append(
+                (ids[own], scores[own], counts[row : row + 1], places[own], owners[own], scope,
+                 none, generation)
+            )  # fmt: skip
+        return apart
+
+    def _told(self, found: Found) -> tuple[Hits, list[tuple[int, int, bool]], int]:
+        """Hits with the names of their collections."""
+        ids, scores, counts, places, owners, scope, zero, generation = found
+        count = len(places)
+        names = scope.names
+        if len(names) == 1:
+            sources = (arguments.name_out(names[0]),) * count
+        else:
+            labels = [arguments.name_out(name) for name in names]
             sources = tuple([labels[owner] for owner in owners])
         reason = "zero_query" if zero else None
         hits = Hits(ids, scores, counts, cast("tuple[str, ...]", sources), reason)

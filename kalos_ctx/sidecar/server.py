@@ -326,6 +326,7 @@ class Sidecar:
                 store, device=self.options.device, slots=self.options.slots
             )
             assembler.load(_report_load())
+            assembler.combine_recalls()
             self._workers = Workers(self.options.workers)
             calls = self._calls = Calls(
                 store, assembler, self._store_options.get("durability", "process")
