@@ -123,6 +123,19 @@ KALOS_CHANNEL_ASSERT(sizeof(kalos_window_result) == 128, "kalos_window_result");
 #define KALOS_RESULT_COMPARED 2u    // there was a window of the session before
 #define KALOS_RESULT_REUSED_ALL 4u  // the match ended where it and the reply did
 
+// What a run of a window's tokens is.
+#define KALOS_SPAN_HEAD 0u    // the block of head segments
+#define KALOS_SPAN_INSIDE 1u  // segments before the last user turn
+#define KALOS_SPAN_TAIL 2u    // segments at the end
+#define KALOS_SPAN_PROMPT 3u  // the generation prompt
+#define KALOS_SPAN_TURN 4u
+#define KALOS_SPAN_SUMMARY 5u
+#define KALOS_SPAN_PASSAGE 6u
+#define KALOS_SPAN_FRAME 7u      // framing of passages; belongs to the tile before
+#define KALOS_SPAN_MEMORY 0x01u  // the tokens lie in this process, not in the store
+#define KALOS_SPAN_OPENS 0x02u   // framing that belongs to the tile behind it
+#define KALOS_SPAN_CUT 0x04u     // the turn lost its beginning
+
 typedef struct kalos_window_span {
   uint64_t id;
   uint32_t start;
@@ -183,9 +196,9 @@ typedef struct kalos_response_head {  // the sidecar writes it
 } kalos_response_head;
 KALOS_CHANNEL_ASSERT(sizeof(kalos_response_head) == 192, "kalos_response_head");
 
-// ---- The status page: one for all clients, written by the sidecar
-// -------------------------------- Counts are of the whole sidecar and name nobody. Histogram
-// bucket b counts what took less than 2^b ns and not less than 2^(b-1).
+// ---- The status page ----------------------------------------------------------------------------
+// One for all clients, written by the sidecar. Counts are of the whole sidecar and name nobody.
+// Histogram bucket b counts what took less than 2^b ns and not less than 2^(b-1).
 #define KALOS_STATE_STARTING 0u
 #define KALOS_STATE_READY 1u
 #define KALOS_STATE_DRAINING 2u

@@ -253,7 +253,14 @@ def test_folder_below_one_that_others_write_is_not_used(sources, folder, caplog,
 
 def test_folder_of_another_user_is_not_used(sources, folder, caplog, monkeypatch):
     cubins(ARCH, cache_dir=folder)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    real = os.fstat
+
+    def of_another(fd):
+        found = list(real(fd))
+        found[stat.ST_UID] = 12345
+        return os.stat_result(found)
+
+    monkeypatch.setattr(os, "fstat", of_another)
     assert "belongs to user" in refused(ARCH, folder, caplog)
 
 
@@ -262,10 +269,22 @@ def test_folder_that_cannot_be_made_is_not_used(sources, tmp_path, caplog):
     assert "Not a directory" in refused(ARCH, tmp_path / "file" / "kalos", caplog)
 
 
-def test_folder_that_cannot_be_written_is_not_used(sources, folder, caplog, monkeypatch):
+def test_folder_that_cannot_be_written_is_read(sources, folder, caplog, monkeypatch, compiled):
     cubins(ARCH, cache_dir=folder)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "Permission denied" in refused(ARCH, folder, caplog)
+    compiled.clear()
+
+    def read_only(*args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("rename", "utime"):
+        monkeypatch.setattr(os, name, read_only)
+    monkeypatch.setattr(kernel_cache, "FRESH_AGE_S", -1.0)
+    assert kernels(ARCH, cache_dir=folder).compiled == ()
+    assert (compiled, caplog.records) == ([], [])
+    (sources / "one.cu").write_text(SOURCE.format("one") + "// changed\n")
+    found = kernels(ARCH, cache_dir=folder)
+    assert compiled == ["one.cu"]
+    assert "Read-only" in found.no_cache
 
 
 def test_full_disk_costs_a_warning_and_leaves_nothing_behind(sources, folder, caplog, monkeypatch):

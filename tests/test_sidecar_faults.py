@@ -1010,7 +1010,7 @@ def test_acknowledged_appends_survive_random_kills(tmp_path, folder, who):
     )
     newest = -1
     sidecar = SidecarProcess(tmp_path / "s", f"{folder}/s")
-    for _ in range(6):
+    for _ in range(int(os.environ.get("KALOS_KILLS", "6"))):
         child = subprocess.Popen(
             [sys.executable, "-c", code, f"{folder}/s"],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

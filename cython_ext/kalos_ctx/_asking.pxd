@@ -30,6 +30,8 @@ cdef class Asker:
                         uint64_t timeout_ns) noexcept
     cdef Answer wait(self, int i, uint64_t id, uint64_t until_ns) except *
     cdef ContextWindow read_window(self, int i, uint64_t id, bytes session, bytes tenant)
-    cdef int check(self, const uint8_t* slot, uint64_t id, kalos_message* head) except -1
-    cdef bytes read_body(self, int i, uint64_t id)
-    cdef bytes read_failure(self, int i, uint64_t id, Answer answer, uint64_t timeout_ns)
+    cdef int check(self, const uint8_t* slot, uint64_t id, uint32_t opcode, uint32_t state,
+                   kalos_message* head) except -1
+    cdef bytes read_body(self, int i, uint64_t id, uint32_t opcode, uint32_t state)
+    cdef bytes read_failure(self, int i, uint64_t id, uint32_t opcode, Answer answer,
+                            uint64_t timeout_ns)

@@ -172,7 +172,7 @@ cdef class Asker:
         if answer == ANSWER_OK:
             self.free_slot(i)
             return
-        self.read_failure(i, id, answer, timeout_ns)
+        self.read_failure(i, id, KALOS_OP_PING, answer, timeout_ns)
 
     def ask(self, uint32_t opcode, bytes body not None, uint64_t timeout_ns):
         """Send a request whose body is given, and return the answer's body.
@@ -200,8 +200,8 @@ cdef class Asker:
         id = self.begin(i, opcode, nbytes, timeout_ns)
         answer = self.wait(i, id, until_ns)
         if answer == ANSWER_OK:
-            return True, self.read_body(i, id)
-        return False, self.read_failure(i, id, answer, timeout_ns)
+            return True, self.read_body(i, id, opcode, KALOS_SLOT_RESULT_READY)
+        return False, self.read_failure(i, id, opcode, answer, timeout_ns)
 
     def assemble(self, bytes session not None, bytes tenant not None, int64_t max_tokens,
                  int64_t reserve, int64_t as_of, uint32_t top_k, query, bytes options not None,
@@ -249,14 +249,14 @@ cdef class Asker:
         id = self.begin(i, KALOS_OP_ASSEMBLE, nbytes, timeout_ns)
         answer = self.wait(i, id, until_ns)
         if answer != ANSWER_OK:
-            return self.read_failure(i, id, answer, timeout_ns)
+            return self.read_failure(i, id, KALOS_OP_ASSEMBLE, answer, timeout_ns)
         return self.read_window(i, id, session, tenant)
 
     cdef ContextWindow read_window(self, int i, uint64_t id, bytes session, bytes tenant):
         cdef kalos_message head
         cdef const uint8_t* slot = self.channel.answer_slot(i)
         try:
-            self.check(slot, id, &head)
+            self.check(slot, id, KALOS_OP_ASSEMBLE, KALOS_SLOT_RESULT_READY, &head)
             return self.reader.read(slot + sizeof(kalos_message), head.body_nbytes, session,
                                     tenant, self.reader.pool.timeout)
         finally:
@@ -264,28 +264,30 @@ cdef class Asker:
 
     # ---- Answers --------------------------------------------------------------------------------
 
-    cdef int check(self, const uint8_t* slot, uint64_t id, kalos_message* head) except -1:
+    cdef int check(self, const uint8_t* slot, uint64_t id, uint32_t opcode, uint32_t state,
+                   kalos_message* head) except -1:
         cdef int code = kalos_taken(
             slot, self.channel.response_nbytes - sizeof(kalos_message), id,
-            self.channel.generation, head)
+            self.channel.generation, opcode, state, head)
         if code != KALOS_TAKE_OK:
             raise ProtocolError(f"the sidecar's answer was refused: {refusal_text(code)}")
         return 0
 
-    cdef bytes read_body(self, int i, uint64_t id):
+    cdef bytes read_body(self, int i, uint64_t id, uint32_t opcode, uint32_t state):
         """Copy an answer's body, and free its slot."""
         cdef kalos_message head
         cdef const uint8_t* slot = self.channel.answer_slot(i)
         try:
-            self.check(slot, id, &head)
+            self.check(slot, id, opcode, state, &head)
             return (<const char*>slot + sizeof(kalos_message))[:head.body_nbytes]
         finally:
             self.free_slot(i)
 
-    cdef bytes read_failure(self, int i, uint64_t id, Answer answer, uint64_t timeout_ns):
+    cdef bytes read_failure(self, int i, uint64_t id, uint32_t opcode, Answer answer,
+                            uint64_t timeout_ns):
         """The body of an error; raises where there is none."""
         if answer == ANSWER_ERROR:
-            return self.read_body(i, id)
+            return self.read_body(i, id, opcode, KALOS_SLOT_ERROR)
         if answer == ANSWER_LATE:
             raise SidecarTimeout(
                 f"the sidecar did not answer within {timeout_ns / 1e9:g} s; what was asked may "

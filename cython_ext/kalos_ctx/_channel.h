@@ -79,6 +79,13 @@ static inline void kalos_futex_wake(uint32_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
+// Copy what the other side may be writing. The barrier binds the compiler: what is read behind it
+// is read from the copy, not from there once more.
+static inline void kalos_copy(void* to, const void* from, size_t nbytes) {
+  memcpy(to, from, nbytes);
+  __asm__ __volatile__("" : : "r"(to) : "memory");
+}
+
 // ---- Checks: on private copies only -------------------------------------------------------------
 
 static inline size_t kalos_padded(size_t nbytes, size_t to) { return (nbytes + to - 1) / to * to; }
@@ -170,7 +177,7 @@ static inline int kalos_take(kalos_end* end, uint32_t i) {
   if (kalos_load_flag(&seat->busy)) return KALOS_TAKE_NOTHING;  // one request a slot at a time
   seat->seen = word;
   if (KALOS_WORD_STATE(word) == KALOS_SLOT_EMPTY) return KALOS_TAKE_NOTHING;
-  memcpy(&seat->head, slot, sizeof(seat->head));
+  kalos_copy(&seat->head, slot, sizeof(seat->head));
   const uint64_t named = seat->head.id;
   seat->head.id = KALOS_WORD_ID(word);
   if (KALOS_WORD_STATE(word) != KALOS_SLOT_REQUEST_READY) return KALOS_BAD_STATE;
@@ -179,7 +186,7 @@ static inline int kalos_take(kalos_end* end, uint32_t i) {
   const int code = kalos_check_head(&seat->head, capacity);
   if (code) return code;
   if (seat->head.generation != end->generation) return KALOS_BAD_GENERATION;
-  memcpy(seat->body, slot + sizeof(kalos_message), seat->head.body_nbytes);
+  kalos_copy(seat->body, slot + sizeof(kalos_message), seat->head.body_nbytes);
   if (!kalos_is_call(seat->head.opcode)) return KALOS_TAKE_OK;
   return kalos_check_call(seat->body, seat->head.body_nbytes, seat->head.opcode, &seat->parts);
 }
@@ -216,11 +223,14 @@ static inline uint8_t* kalos_answer_body(kalos_end* end, uint32_t i) {
 static inline void kalos_publish(kalos_end* end, uint32_t i, uint32_t state) {
   kalos_response_head* mine = (kalos_response_head*)end->responses;
   const kalos_request_head* theirs = (const kalos_request_head*)end->requests;
-  kalos_store_word(&mine->words[i], KALOS_WORD(end->seats[i].head.id, state));
+  const uint64_t word = KALOS_WORD(end->seats[i].head.id, state);
+  // First: a client that has its answer may ask again at once, and the loop, which sleeps where it
+  // finds nothing, must not pass over that request because the seat is still busy. From here on
+  // the seat is the loop's.
+  kalos_store_flag(&end->seats[i].busy, 0);
+  kalos_store_word(&mine->words[i], word);
   kalos_fence();
   if (kalos_load_flag(&theirs->waiting[i])) kalos_futex_wake(&mine->wake[i]);
-  // Last: from now on another request may be taken into the seat.
-  kalos_store_flag(&end->seats[i].busy, 0);
 }
 
 static inline void kalos_answer(kalos_end* end, uint32_t i, size_t body_nbytes, uint32_t status) {
@@ -292,14 +302,18 @@ static inline uint32_t kalos_await(uint8_t* requests, const uint8_t* responses, 
   return state;
 }
 
-// The head of an answer, copied once and checked; its body is at most `capacity` bytes.
+// The head of an answer to a request of an opcode, copied once and checked; its body is at most
+// `capacity` bytes. `state` is what the slot's word says.
 static inline int kalos_taken(const uint8_t* slot, size_t capacity, uint64_t id,
-                              uint64_t generation, kalos_message* head) {
-  memcpy(head, slot, sizeof(*head));
+                              uint64_t generation, uint32_t opcode, uint32_t state,
+                              kalos_message* head) {
+  kalos_copy(head, slot, sizeof(*head));
   if (head->magic != KALOS_CHANNEL_MAGIC) return KALOS_BAD_MAGIC;
   if (head->id != id) return KALOS_BAD_ID;
   if (head->generation != generation) return KALOS_BAD_GENERATION;
-  if (head->status > KALOS_STATUS_ERROR) return KALOS_BAD_VALUE;
+  if (head->opcode != opcode) return KALOS_BAD_OPCODE;
+  if (head->status != (state == KALOS_SLOT_ERROR ? KALOS_STATUS_ERROR : KALOS_STATUS_OK))
+    return KALOS_BAD_VALUE;
   return head->body_nbytes > capacity ? KALOS_BAD_LENGTH : KALOS_TAKE_OK;
 }
 

@@ -65,7 +65,7 @@ cdef extern from "_channel.h" nogil:
     uint32_t kalos_await(uint8_t* requests, const uint8_t* responses, uint32_t i, uint64_t id,
                          uint64_t spins, uint64_t sleep_ns)
     int kalos_taken(const uint8_t* slot, size_t capacity, uint64_t id, uint64_t generation,
-                    kalos_message* head)
+                    uint32_t opcode, uint32_t state, kalos_message* head)
     void kalos_stage_add(kalos_status_page* page, uint32_t stage, int64_t ns)
     void kalos_count_add(kalos_status_page* page, uint32_t which, uint64_t n)
 

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "_checks.h"
+#include "kalos_channel.h"
 #include "kalos_plan.h"
 
 // One run of tokens in a window. The tiles of a report are spans, but for recalled passages, whose
@@ -22,23 +23,11 @@ typedef struct kalos_span {
   uint32_t skip;    // tokens of the run that are left out before them
   uint32_t run;     // tokens of the whole run, over which the checksum goes
   uint32_t crc;
-  uint8_t kind;   // KALOS_SPAN_*
+  uint8_t kind;   // KALOS_SPAN_* of kalos_channel.h
   uint8_t flags;  // KALOS_SPAN_MEMORY and so on
   uint16_t role;
 } kalos_span;
 KALOS_STATIC_ASSERT(sizeof(kalos_span) == 40, "kalos_span");
-
-#define KALOS_SPAN_HEAD 0u    // the block of head segments
-#define KALOS_SPAN_INSIDE 1u  // segments before the last user turn
-#define KALOS_SPAN_TAIL 2u    // segments at the end
-#define KALOS_SPAN_PROMPT 3u  // the generation prompt
-#define KALOS_SPAN_TURN 4u
-#define KALOS_SPAN_SUMMARY 5u
-#define KALOS_SPAN_PASSAGE 6u
-#define KALOS_SPAN_FRAME 7u      // framing of passages; belongs to the tile before
-#define KALOS_SPAN_MEMORY 0x01u  // the tokens lie in this process, not in the store
-#define KALOS_SPAN_OPENS 0x02u   // framing that belongs to the tile behind it
-#define KALOS_SPAN_CUT 0x04u     // the turn lost its beginning
 
 namespace kalos {
 

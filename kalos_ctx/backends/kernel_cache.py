@@ -12,13 +12,13 @@ An entry is one file a source and architecture, ``NAME-ARCH-KEY.cubin``:
 The key is a SHA-256 over the compiler, its options, the architecture, the source and every header.
 An entry is valid if and only if all of it holds; any other is compiled again and replaced. Files
 are written aside and renamed, so processes that start at once meet whole entries or none. Code is
-never taken from a folder, or a file, that another user could have written.
+never taken from a folder, or a file, that another user but root could have written. A folder that
+cannot be written, in an image, say, is read all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
 import os
@@ -213,8 +213,6 @@ def _opened(place: Path) -> Iterator[tuple[int, str]]:
         _make(Path(path))
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         _check(fd, path)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -240,7 +238,7 @@ def _check(fd: int, path: str) -> None:
     """Refuse a folder whose entries another user can replace, as ssh does with its keys."""
     user = os.geteuid()
     own = os.fstat(fd)
-    if own.st_uid != user:
+    if own.st_uid not in (0, user):
         raise UnfitFolderError(
             f"{path} belongs to user {own.st_uid}; set KALOS_CACHE_DIR to a folder of your own"
         )
@@ -268,13 +266,14 @@ def _load(fd: int, entry: str, key: bytes) -> bytes | None:
     try:
         with open(os.open(entry, flags, dir_fd=fd), "rb") as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()):
                 return None
             if found.st_mode & OTHERS_WRITE or found.st_size > CODE_NBYTES_MAX:
                 return None
             content = file.read()
             if time.time() - found.st_mtime > FRESH_AGE_S:
-                os.utime(file.fileno())
+                with contextlib.suppress(OSError):  # a read-only file system is not pruned either
+                    os.utime(file.fileno())
     except OSError:
         return None
     if len(content) < HEADER.size:
