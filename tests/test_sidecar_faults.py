@@ -404,6 +404,8 @@ def test_62_without_a_sidecar_a_client_that_may_is_degraded_at_once_and_recovers
         assert eventually(client.ping)
         client.append("s", "user", token_ids=[1], framed=True)
         assert client.assemble("s", max_tokens=10).report.degraded is None
+        assert client.counts()["degraded"] == 2
+        assert client.counts()["connections"] == 1
         client.close()
 
 
@@ -626,6 +628,7 @@ def test_72_an_answer_with_another_id_or_generation_is_ignored(served, folder):
     other = fake_sidecar(f"{folder}/f", welcome, [three], [sidecar.status.fd])
     with other, kalos_ctx.connect(f"{folder}/f", mode="served", timeout=5) as client:
         assert client.count("s") == 3
+        assert client.counts()["ignored_answers"] == 1
 
 
 def test_81_a_client_of_an_older_minor_version_is_served_at_its_version(served):

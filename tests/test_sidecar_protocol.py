@@ -195,3 +195,22 @@ def test_a_message_that_announces_too_much_is_refused_before_it_is_read():
     data = struct.pack("<IHHQQIIQ24x", protocol.MAGIC, 19, 0, 1, 1, 2**32 - 1, 0, 0)
     with pytest.raises(kalos_ctx.ProtocolError, match="larger"):
         protocol.read_head(data)
+
+
+@given(st.binary(min_size=64, max_size=192))
+def test_any_bytes_as_a_handshake_are_read_or_refused(data):
+    with contextlib.suppress(kalos_ctx.KalosError):
+        head = protocol.read_head(data[:64], protocol.HELLO_NBYTES_MAX)
+        assert head.body_nbytes <= protocol.HELLO_NBYTES_MAX
+    with contextlib.suppress(kalos_ctx.KalosError):
+        found = protocol.Hello.read(data, "client")
+        assert found.major == protocol.MAJOR
+
+
+@given(st.integers(0, 127), st.integers(0, 255))
+def test_a_hello_with_one_byte_changed_is_read_or_refused(at, value):
+    hello = bytearray(messages()["hello.bin"])
+    hello[at] = value
+    with contextlib.suppress(kalos_ctx.KalosError):
+        protocol.read_head(bytes(hello[:64]), protocol.HELLO_NBYTES_MAX)
+        protocol.Hello.read(bytes(hello[64:]), "client")

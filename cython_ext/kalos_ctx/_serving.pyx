@@ -23,11 +23,11 @@ from kalos_ctx._channel cimport (
     kalos_relax, kalos_stage_add, kalos_store_flag, refusal_text,
 )
 from kalos_ctx._channel_layout cimport (
-    KALOS_COUNT_BAD_REQUESTS, KALOS_COUNT_BATCHES, KALOS_COUNT_DENIED, KALOS_COUNT_ERRORS,
-    KALOS_COUNT_EXPIRED, KALOS_COUNT_ON_SOCKET, KALOS_COUNT_REQUESTS, KALOS_COUNT_SLEEPS,
-    KALOS_COUNT_STATE_FAULTS, KALOS_COUNT_TOKENS, KALOS_COUNT_WINDOWS, KALOS_OP_ASSEMBLE,
-    KALOS_OP_CALL, KALOS_OP_COUNT, KALOS_OP_PING, KALOS_SLOT_ON_SOCKET, KALOS_STAGE_DEVICE,
-    KALOS_STAGE_PLAN, KALOS_STAGE_QUEUE, KALOS_STAGE_RESPONSE, KALOS_STAGE_SYNC,
+    KALOS_COUNT_BAD_REQUESTS, KALOS_COUNT_BATCHES, KALOS_COUNT_DEGRADED, KALOS_COUNT_DENIED,
+    KALOS_COUNT_ERRORS, KALOS_COUNT_EXPIRED, KALOS_COUNT_ON_SOCKET, KALOS_COUNT_REQUESTS,
+    KALOS_COUNT_SLEEPS, KALOS_COUNT_STATE_FAULTS, KALOS_COUNT_TOKENS, KALOS_COUNT_WINDOWS,
+    KALOS_OP_ASSEMBLE, KALOS_OP_CALL, KALOS_OP_COUNT, KALOS_OP_PING, KALOS_SLOT_ON_SOCKET,
+    KALOS_STAGE_DEVICE, KALOS_STAGE_PLAN, KALOS_STAGE_QUEUE, KALOS_STAGE_RESPONSE, KALOS_STAGE_SYNC,
     KALOS_STAGE_TOTAL, KALOS_STATUS_ERROR, KALOS_STATUS_OK, kalos_call, kalos_message,
     kalos_request_head, kalos_response_head, kalos_window_result,
 )
@@ -504,6 +504,8 @@ cdef class ServingLoop:
         """Count a window, whose answer is written, and the time of its stages."""
         kalos_count_add(self.status.page, KALOS_COUNT_WINDOWS, 1)
         kalos_count_add(self.status.page, KALOS_COUNT_TOKENS, num_tokens)
+        if parts.recall_path is not None:  # recall ran elsewhere than where it was to
+            kalos_count_add(self.status.page, KALOS_COUNT_DEGRADED, 1)
         kalos_stage_add(self.status.page, KALOS_STAGE_SYNC, parts.clocks[1] - parts.clocks[0])
         kalos_stage_add(self.status.page, KALOS_STAGE_PLAN, parts.clocks[3] - parts.clocks[1])
         kalos_stage_add(self.status.page, KALOS_STAGE_DEVICE, parts.clocks[5] - parts.clocks[3])

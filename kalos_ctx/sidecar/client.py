@@ -123,6 +123,7 @@ class Client:
         self._met = False
         self._closed = False
         self._tries, self._next_try = 0, 0.0
+        self._counts = {"connections": 0, "degraded": 0, "ignored_answers": 0}
         self.mode: str | None = None
         self.mode_why = ""
         self.transport_why = ""
@@ -182,6 +183,7 @@ class Client:
             self._tries += 1
             raise
         self._tries, self._met = 0, True
+        self._counts["connections"] += 1
         if connection.mode == "direct":
             try:
                 self._open_store(connection)
@@ -224,6 +226,7 @@ class Client:
         with self._lock:
             if self._connection is connection:
                 self._connection = None
+                self._counts["ignored_answers"] += connection.ignored
         connection.close()
 
     def _check(self) -> None:
@@ -388,6 +391,7 @@ class Client:
         except SidecarUnavailable as error:
             if not self._empty:
                 raise
+            self._counts["degraded"] += 1
             window = self._reader.empty(asked.session, asked.tenant, str(error))
         if out is not None:
             copy_out(window, out)
@@ -521,6 +525,7 @@ class Client:
         except SidecarUnavailable:
             if not self._empty:
                 raise
+            self._counts["degraded"] += 1
             num_queries = len(query) if np.ndim(query) == 2 else 1
             return Hits(
                 np.empty(0, np.uint64),
@@ -676,6 +681,21 @@ class Client:
             self._lose(connection)
             connection = self._connected(self._until(None))
         found: dict[str, Any] = connection.status.read()
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """Count what this client met.
+
+        Returns
+        -------
+        dict
+            `connections` made; `degraded` answers given without a sidecar; `ignored_answers` that
+            nobody waited for, or of another life of the sidecar.
+        """
+        found = dict(self._counts)
+        connection = self._connection
+        if connection is not None:
+            found["ignored_answers"] += connection.ignored
         return found
 
     def close(self) -> None:

@@ -74,6 +74,7 @@ class Connection:
         self._answers: dict[int, tuple[protocol.Head, bytes]] = {}
         self._incoming = bytearray()
         self._next_id = 1
+        self.ignored = 0  # answers that nobody waits for, or of another life
         self.asker: Asker | None = None
         try:
             self._connect(path, wanted, reader_of, time.monotonic() + timeout)
@@ -274,9 +275,12 @@ class Connection:
             del self._incoming[: size + head.body_nbytes]
             if head.generation == self.generation or head.status:
                 self._answers[head.id] = (head, body)
+            else:
+                self.ignored += 1
             # Nobody may wait for some any more: the oldest go.
             while len(self._answers) > LATE_ANSWERS_MAX:
                 self._answers.pop(next(iter(self._answers)))
+                self.ignored += 1
 
 
 def connect_until(

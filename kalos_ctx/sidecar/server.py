@@ -354,9 +354,15 @@ class Sidecar:
     def _serve(self) -> None:
         """Run the hot loop."""
         assert self._loop is not None
-        if self.options.cpu is not None:
-            os.sched_setaffinity(0, {self.options.cpu})
-        self._loop.run()
+        try:
+            if self.options.cpu is not None:
+                os.sched_setaffinity(0, {self.options.cpu})
+            self._loop.run()
+        except BaseException as error:
+            # Without the loop nobody is answered: end, so that another is started.
+            self._failure = self._failure or error
+            log.exception("the hot loop ended in a way that nobody expected")
+            self.stop()
 
     def _close(self) -> None:
         self.status.state = "draining"
