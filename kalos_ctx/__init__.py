@@ -51,7 +51,8 @@ if _TYPE_CHECKING:
     from kalos_ctx.assembler import ContextAssembler
     from kalos_ctx.planner import Plan, PlanItem, Policy
     from kalos_ctx.sidecar.access import AccessRules
-    from kalos_ctx.sidecar.client import AsyncClient, Client, connect, connect_async
+    from kalos_ctx.sidecar.async_client import AsyncClient, connect_async
+    from kalos_ctx.sidecar.client import Client, connect
     from kalos_ctx.sidecar.server import serve
     from kalos_ctx.store import SessionStore
     from kalos_ctx.tokens import TokenCodec
@@ -60,7 +61,7 @@ if _TYPE_CHECKING:
 # Where each name that is not loaded yet comes from.
 _HOMES = {
     "AccessRules": "sidecar.access",
-    "AsyncClient": "sidecar.client",
+    "AsyncClient": "sidecar.async_client",
     "Client": "sidecar.client",
     "ContextAssembler": "assembler",
     "ErasureReceipt": "types",
@@ -76,7 +77,7 @@ _HOMES = {
     "Turn": "_turns",
     "VerifyReport": "types",
     "connect": "sidecar.client",
-    "connect_async": "sidecar.client",
+    "connect_async": "sidecar.async_client",
     "serve": "sidecar.server",
 }
 

@@ -8,6 +8,7 @@ import pytest
 from helpers import emulated_cuda
 from helpers.clock import ManualClock
 from helpers.gpu import NoGpuError, require_gpu
+from helpers.sidecars import socket_folder, threaded
 
 import kalos_ctx
 
@@ -77,3 +78,21 @@ def store_path(tmp_path):
 def clock():
     """Return a clock with ``now`` and ``advance(seconds)``, to be passed as ``clock=``."""
     return ManualClock()
+
+
+@pytest.fixture
+def folder():
+    """Return a folder whose path is short enough for a socket in it."""
+    with socket_folder() as path:
+        yield path
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Return a sidecar on a thread, whose store has a session "s" of 3 tokens, and its socket."""
+    with kalos_ctx.SessionStore.open(tmp_path / "served.kalos") as store:
+        store.append("s", "user", token_ids=[1, 2, 3], framed=True)
+    with socket_folder() as path:
+        options = {"handshake_timeout": 0.5}
+        with threaded(tmp_path / "served.kalos", f"{path}/s", **options) as sidecar:
+            yield sidecar, f"{path}/s"

@@ -8,18 +8,12 @@ import sys
 import urllib.request
 
 import pytest
-from helpers.sidecars import SidecarProcess, eventually, socket_folder, threaded
+from helpers.sidecars import SidecarProcess, eventually, threaded
 
 import kalos_ctx
 from kalos_ctx.metrics import MetricsServer, histogram, quantile
 
 KALOS = (sys.executable, "-m", "kalos_ctx.cli")
-
-
-@pytest.fixture
-def folder():
-    with socket_folder() as path:
-        yield path
 
 
 def kalos(*words, **options):

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-import kalos_ctx.reports  # noqa: F401  what a window's `report` is
 from kalos_ctx import arguments
 from kalos_ctx._asking import Lost, TooLarge, query_values
-from kalos_ctx._window_wire import WindowReader, check_out, copy_out
-from kalos_ctx._windows import WindowPool
+from kalos_ctx._window_wire import check_out, copy_out
 from kalos_ctx.arguments import name_bytes
 from kalos_ctx.batches import ContextBatch, build_batch
-from kalos_ctx.errors import (
-    ForkedHandle,
-    InvalidArgument,
-    InvalidType,
-    KalosError,
-    SidecarUnavailable,
-    StoreClosed,
-)
+from kalos_ctx.errors import InvalidArgument, InvalidType, SidecarUnavailable
 from kalos_ctx.planner import Plan, Policy, token_count
 from kalos_ctx.sidecar import protocol
-from kalos_ctx.sidecar.connection import Connection, Wanted, connect_until
-from kalos_ctx.types import ErasureReceipt, Hits, Page
+from kalos_ctx.sidecar.connection import Connection
+from kalos_ctx.sidecar.writes import WriteCalls
+from kalos_ctx.types import Hits, Page
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kalos_ctx._context_window import ContextWindow
-    from kalos_ctx.assembler import ContextAssembler
-    from kalos_ctx.store import SessionStore
 
-MODES = ("auto", "direct", "served")
-TRANSPORTS = ("auto", "memory", "socket")
 TOP_K_MAX = 2**32 - 1  # of the message; the sidecar refuses what is too many
-# Between tries to connect: at most this, doubling from the first, each by chance between none and
-# all of it, so that many clients of one sidecar do not come back at the same moment.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
-
-
-def pause_of(tries: int) -> float:
-    """Return the seconds to wait behind the n-th failed try."""
-    longest = float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10)))
-    return random.uniform(0.0, longest)
 
 
 class _Asked(NamedTuple):
@@ -66,7 +42,7 @@ class _Asked(NamedTuple):
     options: bytes
 
 
-class Client:
+class Client(WriteCalls):
     """The calls of a store and its assembler, in another process. Made by `connect`.
 
     In served mode the sidecar does the work and its answers are copied into this process's memory.
@@ -91,189 +67,8 @@ class Client:
     is not known, and `SidecarUnavailable` says so.
     """
 
-    def __init__(
-        self,
-        socket_path: str | os.PathLike[str],
-        *,
-        mode: str = "auto",
-        timeout: float = 1.0,
-        on_unavailable: str = "raise",
-        transport: str = "auto",
-        device: str = "auto",
-        slots: int = 64,
-        store_path: str | os.PathLike[str] | None = None,
-        tokenizer: Any = None,
-        template: Any = None,
-    ) -> None:
-        arguments.choice(mode, "mode", MODES)
-        arguments.choice(on_unavailable, "on_unavailable", ("raise", "empty"))
-        arguments.choice(transport, "transport", TRANSPORTS)
-        self._path = os.fspath(socket_path)
-        if not isinstance(self._path, str):
-            self._path = os.fsdecode(self._path)
-        self.timeout = arguments.seconds(timeout, "timeout", positive=True)
-        self._modes = ("direct", "served") if mode == "auto" else (mode,)
-        self._transports = ("memory", "socket") if transport == "auto" else (transport,)
-        self._empty = on_unavailable == "empty"
-        self._pid = os.getpid()
-        self.pool = WindowPool(slots, self.timeout)
-        self._reader = WindowReader(self.pool, protocol.unpack)
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._met = False
-        self._closed = False
-        self._tries, self._next_try = 0, 0.0
-        self._counts = {"connections": 0, "degraded": 0, "ignored_answers": 0}
-        self.mode: str | None = None
-        self.mode_why = ""
-        self.transport_why = ""
-        self._policy: tuple[Policy | None, bytes] = (None, b"")
-        self._device, self._slots = device, slots
-        self._given_path = None if store_path is None else os.fspath(store_path)
-        self._tokenizer, self._template = tokenizer, template
-        self._store: SessionStore | None = None
-        self._assembler: ContextAssembler | None = None
-        try:
-            self._connected(time.monotonic() + self.timeout)
-        except SidecarUnavailable:
-            if not self._empty:
-                raise
-
-    # ---- The connection -------------------------------------------------------------------------
-
-    @property
-    def transport(self) -> str | None:
-        """ "memory" or "socket"; None while there is no connection."""
-        connection = self._connection
-        return None if connection is None else connection.transport
-
-    @property
-    def device(self) -> str:
-        """Where windows lie: "cpu", or in direct mode the assembler's device."""
-        return "cpu" if self._assembler is None else self._assembler.device
-
-    def _connected(self, until: float) -> Connection:
-        """Return the connection, made anew where it broke."""
-        connection = self._connection
-        if connection is not None:
-            return connection
-        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise SidecarUnavailable("no sidecar answered while another thread tried to connect")
-        try:
-            self._check()
-            if self._connection is None:
-                self._connect(until)
-            assert self._connection is not None
-            return self._connection
-        finally:
-            self._lock.release()
-
-    def _connect(self, until: float) -> None:
-        if self._empty:
-            # Degraded at once: one try, and none while the last is fresh.
-            now = time.monotonic()
-            if now < self._next_try:
-                raise SidecarUnavailable("no sidecar answered a moment ago")
-            until = now
-        wanted = Wanted(self._modes, self._transports, self._met)
-        try:
-            connection = connect_until(self._path, wanted, lambda: self._reader, until, pause_of)
-        except SidecarUnavailable:
-            self._next_try = time.monotonic() + pause_of(self._tries)
-            self._tries += 1
-            raise
-        self._tries, self._met = 0, True
-        self._counts["connections"] += 1
-        if connection.mode == "direct":
-            try:
-                self._open_store(connection)
-            except (KalosError, OSError) as error:
-                # The store cannot be had from here: another mount namespace, no permission.
-                if "served" not in self._modes:
-                    connection.close()
-                    raise
-                connection.close()
-                wanted = Wanted(("served",), self._transports, self._met)
-                connection = connect_until(
-                    self._path, wanted, lambda: self._reader, until, pause_of
-                )
-                connection.mode_why = f"the store cannot be opened here: {error}"
-        self.mode, self.mode_why = connection.mode, connection.mode_why
-        self.transport_why = connection.transport_why
-        self._connection = connection
-
-    def _open_store(self, connection: Connection) -> None:
-        """Map the store for direct mode; one that is open already stays."""
-        from kalos_ctx.assembler import ContextAssembler
-        from kalos_ctx.store import SessionStore
-
-        extras = connection.extras
-        path = self._given_path or os.fsdecode(extras["store"])
-        if self._store is not None and self._store.path == os.path.abspath(path):
-            return
-        chosen: dict[str, Any] = {
-            name: given if given is not None else _decoded(extras.get(name))
-            for name, given in (("tokenizer", self._tokenizer), ("template", self._template))
-        }
-        store = SessionStore.open(path, "r", **chosen)
-        self._assembler = ContextAssembler(
-            store, device=self._device, slots=self._slots, timeout=self.timeout
-        )
-        self._store = store
-
-    def _lose(self, connection: Connection) -> None:
-        """Forget a connection that broke."""
-        with self._lock:
-            if self._connection is connection:
-                self._connection = None
-                self._counts["ignored_answers"] += connection.ignored
-        connection.close()
-
-    def _check(self) -> None:
-        if self._pid != os.getpid():
-            raise ForkedHandle("this client was made before a fork; connect again in the child")
-        if self._closed:
-            raise StoreClosed("the client is closed")
-
-    def _until(self, timeout: float | None) -> float:
-        return time.monotonic() + (self.timeout if timeout is None else timeout)
-
-    def _ask(self, opcode: int, body: bytes, timeout: float | None, *, again: bool) -> bytes:
-        """Return the body of a result; raises the error that was answered.
-
-        `again`: what may be asked twice.
-        """
-        self._check()
-        until = self._until(timeout)
-        while True:
-            connection = self._connected(until)
-            try:
-                done, answer = connection.ask(opcode, body, max(0.0, until - time.monotonic()))
-            except Lost:
-                self._lose(connection)
-                if not again:
-                    raise _lost() from None
-                continue
-            if done:
-                return answer
-            raise protocol.unpack_error(answer)
-
-    def _call(
-        self,
-        name: str,
-        session: bytes,
-        tenant: Any,
-        given: Mapping[str, Any],
-        timeout: float | None,
-        *,
-        again: bool = False,
-    ) -> Any:
-        """Ask for a call by its name."""
-        options = protocol.pack([name, given])
-        body = protocol.call_body(session, name_bytes(tenant, "tenant", empty=True), options)
-        return protocol.unpack(self._ask(protocol.OP_CALL, body, timeout, again=again))
-
-    # ---- Reads ----------------------------------------------------------------------------------
+    # The last policy and what it is as bytes; replaced as a whole.
+    _policy: tuple[Policy | None, bytes] = (None, b"")
 
     def ping(self, *, timeout: float | None = None) -> bool:
         """Make a round trip: whether the sidecar answers and is ready.
@@ -550,167 +345,6 @@ class Client:
         page: Page = self._call("sessions", b"", tenant, given, timeout, again=True)
         return page
 
-    # ---- Writes ---------------------------------------------------------------------------------
-
-    def append(
-        self,
-        session: str | bytes,
-        role: str,
-        content: str | None = None,
-        *,
-        tenant: str | bytes = "",
-        token_ids: Any = None,
-        vector: Any = None,
-        group: str | int | None = None,
-        key: str | bytes | None = None,
-        created_at: float | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        ttl: float | None = None,
-        framed: bool = False,
-        timeout: float | None = None,
-    ) -> int:
-        """Append a turn and return its sequence number; as `SessionStore.append`.
-
-        With a `key` it is asked again where the connection broke, and happens once.
-
-        Raises
-        ------
-        What `SessionStore.append` raises, SidecarUnavailable, PeerDenied
-        """
-        given = {
-            "role": role, "content": content, "token_ids": token_ids, "vector": vector,
-            "group": group, "key": key, "created_at": created_at, "metadata": metadata,
-            "ttl": ttl, "framed": framed,
-        }  # fmt: skip
-        name = name_bytes(session, "session")
-        seq: int = self._call("append", name, tenant, given, timeout, again=key is not None)
-        return seq
-
-    def extend(
-        self,
-        session: str | bytes,
-        turns: Sequence[Mapping[str, Any]],
-        *,
-        tenant: str | bytes = "",
-        timeout: float | None = None,
-    ) -> list[int]:
-        """Append several turns, all or none; as `SessionStore.extend`."""
-        given = {"turns": list(turns)}
-        name = name_bytes(session, "session")
-        seqs: list[int] = self._call("extend", name, tenant, given, timeout)
-        return seqs
-
-    def delete(
-        self, session: str | bytes, *, tenant: str | bytes = "", timeout: float | None = None
-    ) -> ErasureReceipt:
-        """Erase a session; as `SessionStore.delete`."""
-        name = name_bytes(session, "session")
-        receipt: ErasureReceipt = self._call("delete", name, tenant, {}, timeout)
-        return receipt
-
-    def set_segment(
-        self, session: str | bytes | None, name: str, content: str | None = None, *,
-        tenant: str | bytes = "", timeout: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        """Pin a segment, replace it or take it away; as `SessionStore.set_segment`."""
-        owner = b"" if session is None else name_bytes(session, "session")
-        given = {"name": name, "content": content, **options}
-        self._call("set_segment", owner, tenant, given, timeout)
-
-    def summarize(
-        self, session: str | bytes, start: int, stop: int, content: str | None = None, *,
-        tenant: str | bytes = "", timeout: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        """Let a summary stand for turns; as `SessionStore.summarize`."""
-        given = {"start": start, "stop": stop, "content": content, **options}
-        self._call("summarize", name_bytes(session, "session"), tenant, given, timeout)
-
-    def rollback(
-        self, session: str | bytes, to: int, *, tenant: str | bytes = "",
-        expect_last: int | None = None, timeout: float | None = None,
-    ) -> int:  # fmt: skip
-        """Take the turns from `to` on away; as `SessionStore.rollback`."""
-        given = {"to": to, "expect_last": expect_last}
-        name = name_bytes(session, "session")
-        gone: int = self._call("rollback", name, tenant, given, timeout)
-        return gone
-
-    def fork(
-        self, session: str | bytes, new_session: str | bytes, *, tenant: str | bytes = "",
-        at: int | None = None, timeout: float | None = None,
-    ) -> None:  # fmt: skip
-        """Begin a session with another's turns; as `SessionStore.fork`."""
-        given = {"new_session": new_session, "at": at}
-        self._call("fork", name_bytes(session, "session"), tenant, given, timeout)
-
-    def add_passages(
-        self, collection: str | bytes, vectors: Any, *, tenant: str | bytes = "",
-        timeout: float | None = None, **options: Any,
-    ) -> NDArray[np.uint64]:  # fmt: skip
-        """Add passages to a collection; as `SessionStore.add_passages`."""
-        given = {"collection": collection, "vectors": np.asarray(vectors), **options}
-        ids: NDArray[np.uint64] = self._call("add_passages", b"", tenant, given, timeout)
-        return ids
-
-    def delete_passages(
-        self, collection: str | bytes, ids: Any, *, tenant: str | bytes = "",
-        timeout: float | None = None,
-    ) -> int:  # fmt: skip
-        """Delete passages; as `SessionStore.delete_passages`."""
-        given = {"collection": collection, "ids": ids}
-        gone: int = self._call("delete_passages", b"", tenant, given, timeout)
-        return gone
-
-    # ---- Life -----------------------------------------------------------------------------------
-
-    def status(self) -> dict[str, Any]:
-        """Read the sidecar's status page; no message is sent once there is a connection.
-
-        Returns
-        -------
-        dict
-            `state`, `pid`, `generation`, `started_at`, `beat_age_s`, `counts`, `gauges`, `stages`.
-
-        Raises
-        ------
-        SidecarUnavailable
-        """
-        self._check()
-        connection = self._connected(self._until(None))
-        if not connection.is_alive():
-            self._lose(connection)
-            connection = self._connected(self._until(None))
-        found: dict[str, Any] = connection.status.read()
-        return found
-
-    def counts(self) -> dict[str, int]:
-        """Count what this client met.
-
-        Returns
-        -------
-        dict
-            `connections` made; `degraded` answers given without a sidecar; `ignored_answers` that
-            nobody waited for, or of another life of the sidecar.
-        """
-        found = dict(self._counts)
-        connection = self._connection
-        if connection is not None:
-            found["ignored_answers"] += connection.ignored
-        return found
-
-    def close(self) -> None:
-        """End the connection. Idempotent; windows stay with their owners."""
-        self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-        if self._pid != os.getpid():
-            return
-        if self._assembler is not None:
-            self._assembler.close()
-        if self._store is not None:
-            self._store.close()
-
     def __enter__(self) -> Client:
         return self
 
@@ -719,48 +353,6 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<Client of {self._path!r}, {self.mode or 'no sidecar met'}>"
-
-
-class AsyncClient:
-    """`Client` for an event loop: the same calls, to be awaited. Made by `connect_async`.
-
-    Attributes
-    ----------
-    client : Client
-        What it asks with; its calls may be mixed with these.
-    """
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name in ("close", "pool", "timeout"):
-            raise AttributeError(name)
-        call = getattr(self.client, name)
-        if not callable(call):
-            raise AttributeError(name)
-
-        async def asked(*args: Any, **options: Any) -> Any:
-            task = asyncio.ensure_future(asyncio.to_thread(call, *args, **options))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                # What comes nobody sees: a window gives its slot back.
-                task.add_done_callback(_release_unseen)
-                raise
-
-        asked.__name__, asked.__doc__ = name, call.__doc__
-        return asked
-
-    async def close(self) -> None:
-        """End the connection. Idempotent."""
-        await asyncio.to_thread(self.client.close)
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
 
 
 def connect(
@@ -813,29 +405,8 @@ def connect(
     )  # fmt: skip
 
 
-async def connect_async(socket_path: str | os.PathLike[str], **options: Any) -> AsyncClient:
-    """Connect without blocking the event loop; as `connect`."""
-    return AsyncClient(await asyncio.to_thread(connect, socket_path, **options))
-
-
-def _decoded(value: bytes | None) -> str | None:
-    return None if value is None else os.fsdecode(value)
-
-
-def _lost() -> SidecarUnavailable:
-    return SidecarUnavailable(
-        "the sidecar went away; whether what was asked was done is not known (give `key` to ask "
-        "again safely)"
-    )
-
-
 def _tokens(what: str, value: Any) -> int:
     count = value if type(value) is int and value >= 0 else token_count(what, value)
     if count > 2**53:
         raise InvalidArgument(f"{what} must be at most {2**53} (got {count})")
     return count
-
-
-def _release_unseen(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled() and task.exception() is None and hasattr(task.result(), "release"):
-        task.result().release()

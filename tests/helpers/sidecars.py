@@ -22,6 +22,7 @@ kalos_ctx.serve(said.pop("store"), said.pop("socket"),
                 on_ready=lambda sidecar: print("ready", flush=True), **said)
 """
 DEADLINE_S = 30.0
+SERVED = {"mode": "served", "timeout": 10}
 
 
 @contextlib.contextmanager
@@ -131,3 +132,19 @@ def pause(pid):
         return True
 
     assert eventually(stopped)
+
+
+def assert_served(path):
+    """A client beside the hostile one still gets its window."""
+    with kalos_ctx.connect(path, **SERVED) as client:
+        assert client.assemble("s", max_tokens=10).token_ids.tolist() == [1, 2, 3]
+
+
+def counts(sidecar):
+    """What a sidecar counted."""
+    return sidecar.status.read()["counts"]
+
+
+def num_fds():
+    """Descriptors that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
