@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from kalos_ctx import cli
-from kalos_ctx.sidecar.server import SidecarOptions
+from kalos_ctx.sidecar.options import SidecarOptions
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "kalos-sidecar.service"
