@@ -168,6 +168,9 @@ KALOS_STATIC_ASSERT(sizeof(kalos_roots) == 256, "kalos_roots");
 
 #define KALOS_ARENA_FIRST 4096u  // arena bytes that the header takes
 
+// Beside `applied`: it is where the next batch will begin, and none was applied since.
+#define KALOS_APPLIED_WHOLE 1u
+
 typedef struct kalos_index_header {
   char magic[8];  // "KALOSIDX"
   uint32_t endian;
@@ -180,7 +183,7 @@ typedef struct kalos_index_header {
   uint64_t epoch;          // writer epoch that wrote the index last, | 1 while it is being written
   uint64_t roots_version;  // sealed; roots[roots_version & 1] is valid
   uint64_t num_slots;      // sealed
-  uint64_t applied;  // sealed; start of the last batch that was applied, trusted within one boot
+  uint64_t applied;  // sealed; start of the last batch that was applied, and KALOS_APPLIED_WHOLE
   uint64_t suspect;  // not 0: a read met damage, the next writer builds the index again
   uint8_t reserved[416];
   kalos_roots roots[2];

@@ -403,3 +403,33 @@ def test_appender_runs_as_a_process(tmp_path):
     assert (
         subprocess.run([sys.executable, "-c", ""], env=environment(), check=False).returncode == 0
     )
+
+
+OPENS_AND_DIES = """
+import os, sys
+from kalos_ctx.store import SessionStore
+store = SessionStore.open(sys.argv[1])
+if sys.argv[2] == "compacts":
+    store.compact()
+elif sys.argv[2] == "reads":
+    store.turns("s")
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("what", ["only opens", "reads", "compacts"])
+def test_a_writer_killed_before_it_wrote_leaves_an_index_that_is_trusted(tmp_path, what):
+    with SessionStore.open(tmp_path / "s") as store:
+        for n in range(20):
+            store.append("s", "user", token_ids=[n], framed=True)
+    for _ in range(3):  # also after another that was killed
+        done = subprocess.run(
+            [sys.executable, "-c", OPENS_AND_DIES, str(tmp_path / "s"), what], check=False
+        )
+        assert done.returncode == -signal.SIGKILL
+    with SessionStore.open(tmp_path / "s") as store:
+        assert not store.recovery["rebuilt"]
+        assert store.recovery["replayed"] == 0
+        assert [turn.token_ids.tolist() for turn in store.turns("s")] == [[n] for n in range(20)]
+        assert store.append("s", "user", token_ids=[20], framed=True) == 20
+        assert store.verify().ok

@@ -287,7 +287,7 @@ def compact(StoreWriter store not None, double now):
 cdef int take_over(StoreWriter store, Target target, uint32_t generation) except -1:
     """Point the control file at the new generation and go on in it."""
     target.index.epoch = store.control.state.epoch | 1
-    target.index.applied = target.log.end
+    target.index.mark_whole(target.log.end)
     target.index.arena.sync()
     store.control.state.generation = generation
     store.control.state.checkpoint = target.log.end

@@ -14,7 +14,8 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from kalos_ctx._layout cimport (
-    KALOS_ARENA_FIRST, KALOS_BUCKET_EMPTY, KALOS_BUCKET_GONE, KALOS_ENDIAN_MARK, KALOS_ENTRY_DEAD,
+    KALOS_APPLIED_WHOLE, KALOS_ARENA_FIRST, KALOS_BUCKET_EMPTY, KALOS_BUCKET_GONE,
+    KALOS_ENDIAN_MARK, KALOS_ENTRY_DEAD,
     KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_KIND_ERASE, KALOS_POSITION_MASK,
     KALOS_RECORD_SCRUBBED, kalos_bucket, kalos_change, kalos_crc32c, kalos_cursor, kalos_entry,
     kalos_extent, kalos_image, kalos_index_header, kalos_record, kalos_roots, kalos_row,
@@ -178,11 +179,24 @@ cdef class Index(Lookup):
     def applied(self):
         """Start of the last batch that was applied; 0 where the word does not prove itself."""
         cdef uint64_t lsn
-        return lsn if kalos_unseal(self.header().applied, SEALED_APPLIED, &lsn) else 0
+        if not kalos_unseal(self.header().applied, SEALED_APPLIED, &lsn):
+            return 0
+        return lsn & ~<uint64_t>KALOS_APPLIED_WHOLE
 
     @applied.setter
     def applied(self, uint64_t lsn):
         KALOS_STORE_RELEASE(&self.header().applied, kalos_seal(lsn, SEALED_APPLIED))
+
+    @property
+    def is_whole(self):
+        """Whether all before `applied` is in the index and no batch was applied since."""
+        cdef uint64_t lsn
+        return kalos_unseal(self.header().applied, SEALED_APPLIED, &lsn) \
+            and lsn & KALOS_APPLIED_WHOLE != 0
+
+    def mark_whole(self, uint64_t lsn):
+        """All before the position is in the index, and nothing else."""
+        self.applied = lsn | KALOS_APPLIED_WHOLE
 
     def start_writing(self):
         """Load the roots for `apply`."""

@@ -45,6 +45,7 @@ cdef class RecoveringStore(DurableStore):
         promised = self.promised_end(same_boot, copied)
         in_order = False
         start = self.recovery_start(same_boot and not copied)
+        whole = start is not None and self.index.is_whole
         if start is None:
             start = self.begin_rebuild()
         else:
@@ -58,7 +59,7 @@ cdef class RecoveringStore(DurableStore):
                 raise
             in_order = False
             stop, flaw, partly = self.replay(self.begin_rebuild(), promised)
-        if not in_order and not self.aside and stop == start:
+        if not in_order and not whole and not self.aside and stop == start:
             # The batch that the index took last is not in the log: it says more than the log does.
             stop, flaw, partly = self.replay(self.begin_rebuild(), promised)
         self.settle_tail(stop, flaw or ("unfinished batch" if partly else None), promised, copied)
@@ -149,7 +150,7 @@ cdef class RecoveringStore(DurableStore):
                 self.index.adopt()
             self.index.set_cursor(cursor)
             self.index.start_writing()
-            self.index.applied = checkpoint
+            self.index.mark_whole(checkpoint)
             return checkpoint
         # A writer that was killed while it opened may have begun its epoch in the index alone.
         if same_boot and self.index.is_original() \
