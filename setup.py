@@ -74,6 +74,7 @@ setup(
         "kalos_ctx",
         "kalos_ctx.adapters",
         "kalos_ctx.backends",
+        "kalos_ctx.conformance",
         "kalos_ctx.demo_data",
         "kalos_ctx.inspecting",
         "kalos_ctx.sidecar",
