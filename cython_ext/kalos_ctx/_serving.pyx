@@ -469,8 +469,10 @@ cdef class ServingLoop:
         cdef WindowParts parts
         cdef bytes extras
         cdef uint32_t num_tokens
-        if self.assembler.pool.device is not None or len(session) == 0 \
-                or room < sizeof(kalos_window_result) or 0 <= call.max_tokens < call.reserve:
+        # Also where the assembler has a GPU: the answer lies in host memory, and the way over the
+        # device takes longer than the copy.
+        if len(session) == 0 or room < sizeof(kalos_window_result) \
+                or 0 <= call.max_tokens < call.reserve:
             return False
         parts = self.assembler.gather_into(
             tenant, session, call.max_tokens, call.reserve, self.assembler.rules_of(policy),

@@ -39,6 +39,7 @@ def socket_folder():
 def threaded(store, socket, **options):
     """Serve on a thread of this process; gives the Sidecar, ends it behind the block."""
     ready, box = threading.Event(), {}
+    device = os.environ.get("KALOS_DEVICE", "cpu")  # of the device under test
 
     def on_ready(sidecar):
         box["sidecar"] = sidecar
@@ -46,7 +47,7 @@ def threaded(store, socket, **options):
 
     def run():
         try:
-            kalos_ctx.serve(store, socket, on_ready=on_ready, device="cpu", **options)
+            kalos_ctx.serve(store, socket, on_ready=on_ready, device=device, **options)
         except BaseException as error:
             box["error"] = error
             ready.set()
