@@ -46,7 +46,7 @@ cdef extern from "_channel.h" nogil:
     uint32_t kalos_load_flag(const uint32_t* flag)
     void kalos_store_flag(uint32_t* flag, uint32_t value)
     void kalos_fence()
-    void kalos_relax()
+    void kalos_spin(uint64_t n)
     uint64_t kalos_mono_ns()
     void kalos_futex_wait(const uint32_t* word, uint32_t seen, uint64_t timeout_ns)
     void kalos_futex_wake(uint32_t* word)

@@ -20,7 +20,7 @@ from kalos_ctx._channel cimport (
     KALOS_TAKE_OK, ServerChannel, StatusPage, kalos_answer, kalos_answer_body, kalos_call_parts,
     kalos_check_call, kalos_check_head, kalos_count_add, kalos_end, kalos_fence, kalos_fill_head,
     kalos_futex_wake, kalos_has_news, kalos_load_flag, kalos_mono_ns, kalos_next, kalos_publish,
-    kalos_relax, kalos_stage_add, kalos_store_flag, refusal_text,
+    kalos_spin, kalos_stage_add, kalos_store_flag, refusal_text,
 )
 from kalos_ctx._channel_layout cimport (
     KALOS_COUNT_BAD_REQUESTS, KALOS_COUNT_BATCHES, KALOS_COUNT_DEGRADED, KALOS_COUNT_DENIED,
@@ -196,8 +196,8 @@ cdef class ServingLoop:
                     continue
                 if stop:
                     break
-                kalos_relax()
                 spins += 1
+                kalos_spin(spins)
                 if spins & 63 and self.spin_ns:
                     continue
                 now = kalos_mono_ns()
