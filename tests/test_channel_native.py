@@ -119,11 +119,11 @@ def test_a_length_that_is_read_twice_is_found_by_changing_it_meanwhile(tmp_path)
 # ---- Order between the sides --------------------------------------------------------------------
 
 
-def test_each_side_sees_all_that_the_other_wrote_before_its_word(tmp_path):
+def test_94_each_side_sees_all_that_the_other_wrote_before_its_word(tmp_path):
     assert checked(build(tmp_path, "litmus_channel", PLAIN), 50_000)["trips"] == 50_000
 
 
-def test_both_sides_are_free_of_data_races(tmp_path):
+def test_94_both_sides_are_free_of_data_races(tmp_path):
     assert checked(build(tmp_path, "litmus_channel", ORDER), 20_000)["trips"] == 20_000
 
 

@@ -358,7 +358,7 @@ def test_auto_gives_direct_mode_and_says_why_where_it_does_not(tmp_path):
             kalos_ctx.connect(f"{folder}/s", mode="direct", store_path=tmp_path / "elsewhere")
 
 
-def test_many_threads_share_a_client_and_each_gets_its_own_answer(filled, assembler):
+def test_90_many_threads_share_a_client_and_each_gets_its_own_answer(filled, assembler):
     _, socket, _ = filled
     sizes = [64, 80, 100, 300]
     expected = {n: assembler.assemble("plain", max_tokens=n).token_ids.tolist() for n in sizes}
