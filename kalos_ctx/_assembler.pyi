@@ -50,4 +50,23 @@ class AssemblerCore(SessionTable):
         stream: Any = None,
         out: Any = None,
     ) -> ContextWindow: ...
-    def plan_parts(self, session: str | bytes, **options: Any) -> WindowParts: ...
+    def plan_parts(
+        self,
+        session: str | bytes,
+        *,
+        tenant: str | bytes = "",
+        max_tokens: int | None,
+        reserve: int = 0,
+        query: Any = None,
+        top_k: int = 0,
+        collections: str | bytes | Sequence[str | bytes] = (),
+        session_recall: bool = False,
+        min_score: float | None = None,
+        filters: Mapping[str, Any] | None = None,
+        placement: str = "before_last_user",
+        recall_role: str = "system",
+        as_of: int | None = None,
+        policy: Policy | None = None,
+        stream: Any = None,
+        out: Any = None,
+    ) -> WindowParts: ...

@@ -1,6 +1,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from kalos_ctx._index import Index
+from kalos_ctx._log import Log
+from kalos_ctx._segment import SegmentSet
+
 class Draft:
     role: int
     flags: int
@@ -30,3 +34,6 @@ class Draft:
         factor: float = 0,
         passage_id: int = 0,
     ) -> None: ...
+
+class Batch:
+    def __init__(self, log: Log, index: Index, tokens: SegmentSet, vectors: SegmentSet) -> None: ...

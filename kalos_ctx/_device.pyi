@@ -1,3 +1,6 @@
+from typing import final
+
+@final
 class Device:
     @property
     def ordinal(self) -> int: ...

@@ -1,9 +1,10 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+@final
 class DeviceArray:
     @property
     def ndim(self) -> int: ...

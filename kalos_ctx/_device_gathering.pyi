@@ -1,6 +1,8 @@
 from kalos_ctx._device import Device
 from kalos_ctx._gathering import Gatherer
 from kalos_ctx._registered import RegisteredSegments
+from kalos_ctx._window_parts import WindowParts
+from kalos_ctx.errors import StoreCorrupt
 
 class DeviceGatherer(Gatherer):
     zero_copy_from: int
@@ -9,3 +11,4 @@ class DeviceGatherer(Gatherer):
     def device(self) -> Device: ...
     @property
     def segments(self) -> RegisteredSegments | None: ...
+    def damage(self, parts: WindowParts, bad: int) -> StoreCorrupt: ...

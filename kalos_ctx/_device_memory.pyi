@@ -1,3 +1,6 @@
+from typing import final
+
+@final
 class GrowingArray:
     @property
     def base(self) -> int: ...

@@ -1,9 +1,13 @@
 from collections.abc import Callable
+from typing import final
 
 from kalos_ctx._device import Device
 from kalos_ctx._device_memory import GrowingArray
 from kalos_ctx._vectors import RowMap
 
+SAMPLE_ROWS: int
+
+@final
 class DeviceRows:
     @property
     def base(self) -> int: ...

@@ -1,1 +1,3 @@
+DRIVER_VERSION: int
+
 def driver_calls() -> list[str]: ...

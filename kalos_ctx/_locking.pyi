@@ -1,5 +1,7 @@
 from kalos_ctx._reader import StoreReader
 
+F_OFD_SETLK: int
+
 class LockedStore(StoreReader):
     @property
     def failed(self) -> str | None: ...

@@ -1,5 +1,7 @@
 from collections.abc import Callable
-from threading import Thread
+from logging import Logger
+from threading import Event, Thread
+from weakref import WeakSet, ref
 
 from kalos_ctx._device_rows import DeviceRows
 from kalos_ctx._vectors import RowMap
@@ -8,12 +10,18 @@ SHORTEST_PAUSE: float
 LONGEST_PAUSE: float
 ERROR_PAUSE: float
 STOP_WAIT: float
+LOG: Logger
+RUNNING: WeakSet[RowFollower]
 
 class RowFollower:
+    ended: Event
     thread: Thread
     def __init__(self, rows: DeviceRows, newest: Callable[[RowMap | None], RowMap]) -> None: ...
     @property
     def runs(self) -> bool: ...
     def stop(self) -> None: ...
 
+def keep_following(
+    rows_ref: ref[DeviceRows], newest: Callable[[RowMap | None], RowMap], ended: Event
+) -> None: ...
 def stop_all() -> None: ...

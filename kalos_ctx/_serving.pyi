@@ -1,4 +1,5 @@
 from collections.abc import Callable, Mapping
+from logging import Logger
 from types import ModuleType
 from typing import Any
 
@@ -6,6 +7,7 @@ from kalos_ctx._assembler import AssemblerCore
 from kalos_ctx._channel import ServerChannel, StatusPage
 
 MAX_CHANNELS: int
+log: Logger
 
 class ServingLoop:
     def __init__(
@@ -31,6 +33,7 @@ class ServingLoop:
     def can_sleep(self) -> bool: ...
     def add(self, channel: ServerChannel) -> None: ...
     def remove(self, channel: ServerChannel) -> None: ...
+    def order(self, what: tuple[Any, ...]) -> None: ...
     def stop(self) -> None: ...
     def run(self) -> None: ...
     def serve(

@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 
 ROLES: tuple[str, ...]
 
+class TokenView: ...
+
 class Stored:
     @property
     def token_ids(self) -> NDArray[np.int32]: ...

@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 from kalos_ctx.types import Hits
 
 STAGE_NAMES: tuple[str, ...]
+WHY_NAMES: tuple[str, ...]
+KIND_NAMES: tuple[str, ...]
 
 class Rules:
     def __init__(self, policy: Any) -> None: ...

@@ -181,7 +181,15 @@ class ContextAssembler(AssemblerCore):
     def plan(self, session: str | bytes, **options: Any) -> Plan:
         """Return what `assemble` would keep, drop or cut, and why; nothing is moved.
 
-        Takes the arguments of `assemble`, and raises where it does.
+        Takes the arguments of `assemble`, checks them alike, and recalls where that would.
+
+        Raises
+        ------
+        SessionNotFound, SessionExpired, BudgetExceeded, StoreCorrupt, StoreClosed,
+        DimensionMismatch, NonFiniteVector, UnknownField, TemplateUnsafe
+        Conflict
+            `alternation="strict"` and two turns in a row have one role.
+        InvalidArgument, InvalidType
         """
         return plan_of(self.plan_parts(session, **options))
 
@@ -214,8 +222,10 @@ class ContextAssembler(AssemblerCore):
 
         Raises
         ------
-        DimensionMismatch, NonFiniteVector, UnknownField, SessionNotFound, InvalidArgument,
-        InvalidType
+        DimensionMismatch, NonFiniteVector, UnknownField, SessionNotFound, SessionExpired,
+        StoreCorrupt, StoreClosed, InvalidArgument, InvalidType
+        DeviceError
+            The driver failed, on a GPU.
         """
         if (
             type(query) is np.ndarray
@@ -269,7 +279,8 @@ class ContextAssembler(AssemblerCore):
         """Return what is in use now.
 
         `pool_slots`, `pool_free`: window slots; `registered_bytes`: of token files that a GPU
-        reads; `device_bytes`: of its memory; `vector_rows`: of the store.
+        reads; `device_bytes`: of its memory; `vector_rows`: of the store. Raises nothing, behind
+        `close` neither.
         """
         segments = getattr(self.gatherer, "segments", None)
         device = self.pool.device
@@ -287,17 +298,32 @@ class ContextAssembler(AssemblerCore):
         return LiveWindows(self)
 
     async def aassemble(self, session: str | bytes, **options: Any) -> ContextWindow:
-        """Build a window without blocking the event loop; as `assemble`."""
+        """Build a window without blocking the event loop; as `assemble`.
+
+        Raises
+        ------
+        As `assemble`. A caller that is cancelled loses no slot: the window is released.
+        """
         return await _in_thread(self.assemble, session, **options)
 
     async def aassemble_batch(
         self, requests: Sequence[Mapping[str, Any]], **options: Any
     ) -> ContextBatch:
-        """Build several windows without blocking the event loop; as `assemble_batch`."""
+        """Build several windows without blocking the event loop; as `assemble_batch`.
+
+        Raises
+        ------
+        As `assemble_batch`. A caller that is cancelled loses no slots.
+        """
         return await _in_thread(self.assemble_batch, requests, **options)
 
     async def arecall(self, query: Any, **options: Any) -> Hits:
-        """Find rows without blocking the event loop; as `recall`."""
+        """Find rows without blocking the event loop; as `recall`.
+
+        Raises
+        ------
+        As `recall`.
+        """
         return await asyncio.to_thread(self.recall, query, **options)
 
     def session_erased(self, tenant: bytes, session: bytes) -> None:

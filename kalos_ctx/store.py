@@ -98,7 +98,17 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
 
     @read_again_when_left
     def tenants(self) -> list[str | bytes]:
-        """Return the tenants that have a session, a collection or a segment."""
+        """Return the tenants that have a session, a collection or a segment.
+
+        Returns
+        -------
+        list of str or bytes
+            In the order of their bytes; `bytes` where a name is not UTF-8.
+
+        Raises
+        ------
+        StoreCorrupt, StoreIOError
+        """
         self._core.check_open()
         found = {
             row[2] for kind in (SESSION, COLLECTION, TENANT) for row in self._core.slots(0, kind)
@@ -114,7 +124,8 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
 
         Raises
         ------
-        SessionNotFound
+        SessionNotFound, StoreReadOnly, StoreFull, StoreIOError, StoreCorrupt, InvalidArgument,
+        InvalidType
         """
         core = self._writer()
         tenant_b = name_bytes(tenant, "tenant", empty=True)
@@ -130,7 +141,19 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
     def delete_tenant(self, tenant: str | bytes) -> ErasureReceipt:
         """Erase everything of a tenant: sessions, segments, collections.
 
-        Interrupted, it leaves whole sessions; call it again.
+        Interrupted, it leaves whole sessions; call it again. A tenant that has nothing is no error:
+        the receipt's counts are 0.
+
+        Parameters
+        ----------
+        tenant : str or bytes
+            Up to 1,024 bytes; the empty name is the default tenant.
+
+        Raises
+        ------
+        StoreFull, StoreIOError
+            What was erased before stays erased.
+        StoreReadOnly, StoreCorrupt, InvalidArgument, InvalidType
         """
         core = self._writer()
         tenant_b = name_bytes(tenant, "tenant", empty=True)
@@ -151,7 +174,10 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
         return ErasureReceipt(total, seal.hexdigest())
 
     def listen(self, listener: Any) -> None:
-        """Have `listener.session_erased(tenant, session)` called at erasures; held weakly."""
+        """Have `listener.session_erased(tenant, session)` called at erasures; held weakly.
+
+        Both names are given as bytes.
+        """
         self._listeners.add(listener)
 
     def _tell_erased(self, tenant: bytes, session: bytes) -> None:
@@ -161,7 +187,14 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
     # ---- The whole store ------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Make everything that was acknowledged durable, whatever the durability."""
+        """Make everything that was acknowledged durable, whatever the durability.
+
+        Raises
+        ------
+        StoreIOError
+            The disk failed; the store takes no more writes until it is opened again.
+        StoreReadOnly
+        """
         self._writer().checkpoint()
 
     def compact(self) -> dict[str, int]:
@@ -171,6 +204,16 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
         -------
         dict
             `before` and `after`, in bytes.
+
+        Raises
+        ------
+        StoreFull, StoreIOError, StoreCorrupt
+            The old files go on serving.
+        StoreReadOnly
+
+        Notes
+        -----
+        Needs room for a second copy of what lives. Other calls of the writer wait meanwhile.
         """
         from kalos_ctx._compaction import compact
 
@@ -184,21 +227,56 @@ class SessionStore(TurnCalls, TableCalls, PassageCalls):
         Parameters
         ----------
         progress : callable, optional
-            Called with (bytes read, bytes in all) now and then.
+            Called with (bytes read, bytes in all) now and then; what it raises ends the call.
+
+        Raises
+        ------
+        StoreCorrupt, StoreIOError
+            Not even the walk could begin. What it meets on its way stands in the report.
         """
         from kalos_ctx._verification import verify
 
         return verify(self._core, progress)
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Copy the store as it is now to a new folder, which opens as a store of its own."""
+        """Copy the store as it is now to a new folder, which opens as a store of its own.
+
+        Parameters
+        ----------
+        path : path
+            A folder that is empty, or one to make. Other calls of the writer wait for the copy.
+
+        Raises
+        ------
+        NotAStore
+            The folder holds something.
+        StoreIOError
+            The copy could not be written, for want of space too (`errno` says so); part of it may
+            lie in the folder, and does not open as a store.
+        StoreReadOnly
+            The store was opened for reading: only the writer can copy it in order.
+        StoreCorrupt, InvalidArgument, InvalidType
+        """
         from kalos_ctx._verification import snapshot
 
         snapshot(self._writer(), absolute_path(path))
 
     @read_again_when_left
     def stats(self) -> dict[str, Any]:
-        """Return what the store is and holds: counts, bytes by kind of file, recovery."""
+        """Return what the store is and holds: counts, bytes by kind of file, recovery.
+
+        Returns
+        -------
+        dict
+            `uuid`, `format` ("major.minor"), `segment_bytes`, `created_at` (seconds),
+            `vector_dtype`, `metric`, `vector_dim`, `vocab_size`, `fingerprint` (hex, or None);
+            `mode`, `generation`, `durability` (None for a reader); `sessions`, `turns`, `passages`;
+            `bytes` by kind of file (`log`, `tokens`, `vectors`, `index`); `recovery`.
+
+        Raises
+        ------
+        StoreCorrupt, StoreIOError
+        """
         self._core.check_open()
         config = self._core.control.config
         config["fingerprint"] = config["fingerprint"].hex() if self._bound else None

@@ -61,7 +61,7 @@ class PassageCalls(StoreBase):
         Conflict
             An ID was used, or is not above those used.
         DimensionMismatch, NonFiniteVector, ControlTokenInContent, InvalidTokenId,
-        InvalidArgument, InvalidType, StoreReadOnly, StoreFull
+        InvalidArgument, InvalidType, StoreReadOnly, StoreFull, StoreIOError
 
         Notes
         -----
@@ -98,9 +98,15 @@ class PassageCalls(StoreBase):
     ) -> list[Passage]:
         """Return passages by ID, in the order asked for.
 
+        Parameters
+        ----------
+        ids : sequence of int, or int array of shape (n,)
+
         Raises
         ------
         PassageNotFound
+            One of them never was, or was deleted, or there is no such collection.
+        StoreCorrupt, StoreIOError, InvalidArgument, InvalidType
         """
         wanted = _numbers(ids, "ids", 2**64 - 1)
         slot, places, dead = self._passage_places(collection, wanted, tenant)
@@ -113,8 +119,17 @@ class PassageCalls(StoreBase):
     ) -> int:
         """Delete passages, their bytes included; return how many went.
 
-        One that is deleted already counts as gone; one that never was raises PassageNotFound and
-        nothing is changed.
+        One that was deleted before is passed over, and not counted.
+
+        Parameters
+        ----------
+        ids : sequence of int, or int array of shape (n,)
+
+        Raises
+        ------
+        PassageNotFound
+            One of them never was, or there is no such collection; nothing was changed.
+        StoreReadOnly, StoreFull, StoreIOError, StoreCorrupt, InvalidArgument, InvalidType
         """
         core = self._writer()
         wanted = _numbers(ids, "ids", 2**64 - 1)

@@ -125,7 +125,12 @@ class TableCalls(StoreBase):
     ) -> dict[str, dict[str, Any]]:
         """Return the pinned segments by name, in order (`session=None`: the tenant's own).
 
-        Each is a dict with `role`, `text`, `token_ids`, `placement`, `volatile`.
+        Each is a dict with `role`, `text`, `token_ids` (int32 array of shape (L,), framing
+        included), `placement`, `volatile`. A tenant that is not there has none.
+
+        Raises
+        ------
+        SessionNotFound, SessionExpired, StoreCorrupt, StoreIOError, InvalidArgument, InvalidType
         """
         tenant_b = name_bytes(tenant, "tenant", empty=True)
         slot, owner = (
@@ -216,7 +221,15 @@ class TableCalls(StoreBase):
 
     @read_again_when_left
     def summaries(self, session: str | bytes, *, tenant: str | bytes = "") -> list[dict[str, Any]]:
-        """Return the session's summaries in order: `start`, `stop`, `role`, `text`, `token_ids`."""
+        """Return the session's summaries in the order of their turns.
+
+        Each is a dict with `start`, `stop`, `role`, `text`, `token_ids` (int32 array of shape (L,),
+        framing included).
+
+        Raises
+        ------
+        SessionNotFound, SessionExpired, StoreCorrupt, StoreIOError, InvalidArgument, InvalidType
+        """
         state = self._state(
             name_bytes(tenant, "tenant", empty=True), name_bytes(session, "session")
         )

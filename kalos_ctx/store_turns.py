@@ -187,7 +187,7 @@ class TurnCalls(StoreBase):
 
         Raises
         ------
-        SessionNotFound, SessionExpired, StoreCorrupt, InvalidType
+        SessionNotFound, SessionExpired, StoreCorrupt, StoreIOError, InvalidArgument, InvalidType
         """
         first = None if start is None else arguments.index(start, "start")
         last = None if stop is None else arguments.index(stop, "stop")
@@ -201,7 +201,12 @@ class TurnCalls(StoreBase):
         return found
 
     def count(self, session: str | bytes, *, tenant: str | bytes = "") -> int:
-        """Return the number of turns; 0 for an unknown or expired session."""
+        """Return the number of turns; 0 for an unknown or expired session.
+
+        Raises
+        ------
+        StoreCorrupt, StoreIOError, InvalidArgument, InvalidType
+        """
         tenant_b = name_bytes(tenant, "tenant", empty=True)
         session_b = name_bytes(session, "session")
         state = self._core.slot_state(SESSION, tenant_b, session_b)
@@ -227,6 +232,7 @@ class TurnCalls(StoreBase):
         SessionNotFound, SessionExpired
         Conflict
             The last seq is not `expect_last` (-1 for none); nothing was changed.
+        StoreReadOnly, StoreFull, StoreIOError, StoreCorrupt, InvalidArgument, InvalidType
         """
         core = self._writer()
         target = arguments.whole(to, "to", 0, SEQ_MAX)
@@ -252,7 +258,10 @@ class TurnCalls(StoreBase):
 
         Raises
         ------
-        SessionNotFound, SessionExpired, Conflict
+        SessionNotFound, SessionExpired
+        Conflict
+            There is a session `new_session` already.
+        StoreReadOnly, StoreFull, StoreIOError, StoreCorrupt, InvalidArgument, InvalidType
         """
         core = self._writer()
         if at is not None:

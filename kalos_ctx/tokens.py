@@ -246,8 +246,23 @@ class TokenCodec:
         """Put the framing of `role` around content IDs, which are not encoded again.
 
         The framing is that of plain content: IDs that an engine returned hold their calls and their
-        reasoning themselves, so `extra` is only checked. The parameters, and what is raised, are
-        those of `encode_turn` and of `check_ids`.
+        reasoning themselves, so `extra` is only checked.
+
+        Parameters
+        ----------
+        ids : sequence of int or integer buffer of shape (L,)
+        role, previous, extra
+            As in `encode_turn`.
+
+        Raises
+        ------
+        InvalidTokenId
+            An ID lies outside the vocabulary.
+        ControlTokenInContent
+            An ID is a control token that the role's content may not hold.
+        TemplateUnsafe
+            The template refuses a turn of the role here, drops it, or moves it.
+        InvalidArgument, InvalidType
         """
         self._check_role(role)
         content = self.check_ids(role, ids)
@@ -306,7 +321,19 @@ class TokenCodec:
         return firewall.encode_literal(breaks.apply(text), breaks)[0]
 
     def decode(self, ids: object) -> str:
-        """Return the text of `ids`, control tokens shown."""
+        """Return the text of `ids`, control tokens shown.
+
+        IDs outside the vocabulary stand for nothing.
+
+        Parameters
+        ----------
+        ids : sequence of int or integer array of shape (L,)
+
+        Raises
+        ------
+        TypeError, ValueError, OverflowError
+            Of the tokenizer, for what is no flat sequence of whole numbers of 32 bits.
+        """
         shown: str = self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
         return shown
 
@@ -316,7 +343,8 @@ class TokenCodec:
         Returns
         -------
         bool array of shape (vocab_size,), read-only
-            A cut before a token with False would split a multi-byte character.
+            A cut before a token with False would split a multi-byte character. The same array at
+            every call; raises nothing.
         """
         if self._starts is None:
             self._starts = character_starts(self._tokenizer, self.vocab_size)
@@ -367,7 +395,18 @@ class TokenCodec:
         return list(found)
 
     def head_changes(self, now: float | None = None) -> Hashable:
-        """Return a value that changes when the head's date does; constant where it has none."""
+        """Return a value that changes when the head's date does; constant where it has none.
+
+        Parameters
+        ----------
+        now : float, optional
+            Seconds as `time.time()`; the present where it is not given.
+
+        Raises
+        ------
+        ValueError, OverflowError
+            Where the head has a date, for a time that the platform's calendar does not hold.
+        """
         if self._template is None:
             return ()
         return self._template.head_key(time.time() if now is None else now)
@@ -376,7 +415,8 @@ class TokenCodec:
         """Return the role under which recalled passages stand.
 
         `role`, or "user" where the template would drop or move a turn of `role` inside a
-        conversation (gpt-oss and DeepSeek do so with system messages).
+        conversation (gpt-oss and DeepSeek do so with system messages). A role that the template
+        does not know is one that it drops: nothing is raised for it.
         """
         return role if self._template is None or self._inside(role) else "user"
 
@@ -384,6 +424,17 @@ class TokenCodec:
         """Return prefix, separator and suffix that make recalled passages one turn.
 
         All are empty without a template: then passages stand as stored.
+
+        Returns
+        -------
+        tuple of three int32 arrays of shapes (P,), (S,) and (Q,), read-only
+
+        Raises
+        ------
+        InvalidArgument, InvalidType
+            `role` is no name of a role.
+        TemplateUnsafe
+            The template refuses the turn.
         """
         self._check_role(role)
         if self._template is None:

@@ -15,7 +15,11 @@ from kalos_ctx.store import SessionStore
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(kalos_ctx.__file__).resolve().parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Those that need no framework; tests/adapters runs the others.
+EXAMPLES = sorted(
+    ROOT / "examples" / f"{name}.py"
+    for name in ("chatbot_backend", "custom_loop", "packed_inference", "rag_service")
+)
 
 
 def run_python(*args, cwd):
@@ -154,7 +158,3 @@ def test_example_runs_without_arguments(path, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) >= 4
     assert list(tmp_path.iterdir()) == []
-
-
-def test_examples_are_there():
-    assert [path.stem for path in EXAMPLES] == ["chatbot_backend", "custom_loop", "rag_service"]

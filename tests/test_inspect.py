@@ -571,7 +571,9 @@ def test_requests_at_the_same_time_are_answered(server):
 
 
 def test_command_prints_the_address_answers_and_ends_quietly_at_ctrl_c(filled):
-    command = [sys.executable, "-m", "kalos_ctx.cli", "inspect", str(filled), "--no-open"]
+    # Who runs the tests in the background may have told children to ignore it.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "kalos_ctx.cli", "inspect"]
+    command += [str(filled), "--no-open"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     url = process.stdout.readline().strip()
     parts = urlsplit(url)

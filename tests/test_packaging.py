@@ -142,6 +142,16 @@ def test_documented_dependencies_are_those_of_pyproject():
     }
 
 
+def test_tests_of_the_wheels_are_there():
+    """The builds of the wheels run files by name, which a renamed one would fail at a release."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(
+        r"\{project\}/(\S+)", tomllib.loads(text)["tool"]["cibuildwheel"]["test-command"]
+    )
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 @pytest.mark.parametrize("folder", [PACKAGE / "demo_data", ROOT / "tests" / "data"], ids=str)
 def test_every_shipped_data_file_is_credited(folder):
     credits = (folder / "LICENCES.md").read_text(encoding="utf-8")

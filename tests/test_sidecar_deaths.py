@@ -27,7 +27,6 @@ from kalos_ctx import SessionStore
 from kalos_ctx.sidecar import protocol
 from kalos_ctx.sidecar.endpoint import Endpoint
 
-
 CLIENT = """
 import os, signal, sys, time
 import kalos_ctx

@@ -87,7 +87,13 @@ class AccessRules:
 
     @classmethod
     def from_mapping(cls, said: Mapping[str, Any]) -> AccessRules:
-        """Return the rules that a file's content says."""
+        """Return the rules that a file's content says.
+
+        Raises
+        ------
+        InvalidArgument
+            The message names the entry, and what was expected.
+        """
         if not said.keys() <= {"allow", "unknown_pid"} or not isinstance(
             said.get("allow", []), list
         ):

@@ -1,6 +1,7 @@
-"""Write the handshake's golden bytes: `python tests/golden/make_channel.py`, once a release.
+"""Write the handshake's golden bytes: `python tests/golden/make_channel.py`, once a version.
 
 The bytes of a released version are never written anew: they are what its clients and sidecars say.
+Before the release of a version its folder may be removed and made again.
 """
 
 from pathlib import Path
@@ -32,6 +33,8 @@ def messages():
 
 if __name__ == "__main__":
     folder = FOLDER / f"v{protocol.MAJOR}.{protocol.MINOR}"
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        raise SystemExit(f"{folder} is there already; a released version is never written anew")
+    folder.mkdir(parents=True)
     for name, data in messages().items():
         (folder / name).write_bytes(data)

@@ -1,7 +1,8 @@
 """Write the golden store of format 1.0: `python tests/golden/make_v1.py`. Once, never again.
 
 `tests/golden/v1/store` is what a released version wrote, `expected.json` what it could read from it
-then. Later versions must read the same.
+then. Later versions must read the same. A later format has a script of its own beside this one,
+with its folder's name: `v1.1` for 1.1, `v2` for 2.0 (tests/test_golden.py).
 """
 
 import json
