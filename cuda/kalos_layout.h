@@ -168,6 +168,10 @@ KALOS_STATIC_ASSERT(sizeof(kalos_roots) == 256, "kalos_roots");
 
 #define KALOS_ARENA_FIRST 4096u  // arena bytes that the header takes
 
+// The index's own format, which changes where its bytes do: a store of a newer minor format has an
+// index that is read all the same.
+#define KALOS_INDEX_FORMAT 0x10000u
+
 // Beside `applied`: it is where the next batch will begin, and none was applied since.
 #define KALOS_APPLIED_WHOLE 1u
 

@@ -24,6 +24,7 @@ from kalos_ctx.errors import (
     FingerprintMismatch,
     InvalidArgument,
     InvalidType,
+    StoreClosed,
 )
 from kalos_ctx.planner import Plan, Policy, divide_budget, token_count
 from kalos_ctx.reports import plan_of
@@ -471,6 +472,8 @@ class ContextAssembler(AssemblerCore):
         return found.hits, found.places, sources, frame, found.generation, found.path
 
     def _recaller(self) -> Any:
+        if self.closed:
+            raise StoreClosed("the assembler is closed")
         if self._backend is None:
             device = self.pool.device
             if device is None:

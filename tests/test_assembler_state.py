@@ -16,7 +16,7 @@ import pytest
 from helpers.clock import ManualClock
 
 from kalos_ctx.assembler import ContextAssembler
-from kalos_ctx.errors import SessionExpired, SessionNotFound, StoreCorrupt
+from kalos_ctx.errors import SessionExpired, SessionNotFound, StoreClosed, StoreCorrupt
 from kalos_ctx.planner import Policy
 from kalos_ctx.store import SessionStore
 
@@ -334,3 +334,18 @@ def test_dropped_windows_and_assemblers_leave_no_slot_taken(store):
     assert window.tolist() == [1]
     del window
     assert pool.free == 4
+
+
+def test_recall_and_load_of_a_closed_assembler_raise(store_path):
+    with SessionStore.open(store_path) as store:
+        store.add_passages("c", [[1.0, 0.0]])
+        assembler = ContextAssembler(store)
+        assert len(assembler.recall([1, 0], top_k=1, collections="c")) == 1
+        assembler.close()
+        for call in (
+            lambda: assembler.recall([1, 0], top_k=1, collections="c"),
+            assembler.load,
+            lambda: assembler.assemble("s", max_tokens=5),
+        ):
+            with pytest.raises(StoreClosed):
+                call()

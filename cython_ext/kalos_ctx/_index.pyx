@@ -16,7 +16,7 @@ from libc.string cimport memcmp, memcpy, memset
 from kalos_ctx._layout cimport (
     KALOS_APPLIED_WHOLE, KALOS_ARENA_FIRST, KALOS_BUCKET_EMPTY, KALOS_BUCKET_GONE,
     KALOS_ENDIAN_MARK, KALOS_ENTRY_DEAD,
-    KALOS_FORMAT_MAJOR, KALOS_FORMAT_MINOR, KALOS_KIND_ERASE, KALOS_POSITION_MASK,
+    KALOS_INDEX_FORMAT, KALOS_KIND_ERASE, KALOS_POSITION_MASK,
     KALOS_RECORD_SCRUBBED, kalos_bucket, kalos_change, kalos_crc32c, kalos_cursor, kalos_entry,
     kalos_extent, kalos_image, kalos_index_header, kalos_record, kalos_roots, kalos_row,
     kalos_seal, kalos_slot, kalos_unseal,
@@ -114,7 +114,7 @@ cdef class Index(Lookup):
         clear_table(<kalos_bucket*>(self.arena.base + KALOS_ARENA_FIRST), 2 << FIRST_LOG2)
         memcpy(head.magic, b"KALOSIDX", 8)
         head.endian = KALOS_ENDIAN_MARK
-        head.format = KALOS_FORMAT_MAJOR << 16 | KALOS_FORMAT_MINOR
+        head.format = KALOS_INDEX_FORMAT
         memcpy(head.uuid, <const char*>uuid, 16)
         head.inode, head.device = self.arena.identity()
         head.generation = generation
@@ -139,7 +139,7 @@ cdef class Index(Lookup):
         head = self.header()
         return (head.crc == kalos_crc32c(0, head, 52) and memcmp(head.magic, b"KALOSIDX", 8) == 0
                 and head.endian == KALOS_ENDIAN_MARK
-                and head.format == KALOS_FORMAT_MAJOR << 16 | KALOS_FORMAT_MINOR
+                and head.format == KALOS_INDEX_FORMAT
                 and memcmp(head.uuid, <const char*>uuid, 16) == 0 and head.generation == generation)
 
     def reaches(self, bytes cursor_bytes):

@@ -9,7 +9,7 @@ cdef extern from "kalos_layout.h" nogil:
     uint32_t KALOS_POSITION_SEGMENT(uint64_t pos)
     uint32_t KALOS_POSITION_OFFSET(uint64_t pos)
     const uint64_t KALOS_POSITION_MASK
-    const uint32_t KALOS_APPLIED_WHOLE
+    const uint32_t KALOS_APPLIED_WHOLE, KALOS_INDEX_FORMAT
 
     const uint32_t KALOS_ROLE_SYSTEM, KALOS_ROLE_DEVELOPER, KALOS_ROLE_USER
     const uint32_t KALOS_ROLE_ASSISTANT, KALOS_ROLE_TOOL, KALOS_ROLE_FUNCTION

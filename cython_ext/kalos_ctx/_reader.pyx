@@ -31,6 +31,7 @@ from kalos_ctx._layout cimport (
     kalos_state,
 )
 from kalos_ctx._log cimport Log, kalos_sections
+from kalos_ctx._posix cimport close as c_close
 from kalos_ctx._segment cimport SegmentSet
 from kalos_ctx._turns cimport Passage, Stored, TokenView, Turn, ids_of
 
@@ -155,9 +156,11 @@ cdef class StoreReader:
         return struct.unpack_from("h", found)[0] != fcntl.F_UNLCK
 
     def __dealloc__(self):
-        for fd in (self.dirfd, self.genfd):
-            if fd >= 0:
-                os.close(fd)
+        # At the interpreter's end modules may be gone: no Python here.
+        if self.dirfd >= 0:
+            c_close(self.dirfd)
+        if self.genfd >= 0:
+            c_close(self.genfd)
 
     cdef int open_generation(self, uint32_t generation, bint create) except -1:
         """Open the files of one generation in place of those open now."""
