@@ -1,196 +1,101 @@
 """Kalos and what a user would pick instead, in one run: ``python asv_benchmarks/rivals.py``.
 
-Prints p50 and p99 in microseconds with the rival's or the floor's figures beside them. Needs
-`redis-server` on the PATH and the `bench` extra for the Redis rows. Quote the ratios: machines are
-noisy.
+    python asv_benchmarks/rivals.py [--machine NAME] [--quick] [PART...]
+
+The parts: `turns` (windows by every road, 10 to 100,000 turns, with stages), `callers` (1 to 64
+threads), `writes` (one more turn), `recalls` (exact top 10), `reuse` (what a KV cache has seen),
+and `windows`, `appends`, `reads`, which stand beside floors; without one, all.
+
+Prints p50 and p99 in microseconds. `--machine NAME` also writes results/NAME/rivals.json, from
+which `plots.py` draws and docs/performance.md has its tables. Every road's answer is checked to be
+the same window. Rivals that are not installed are left out (`pip install '.[rivals]'`, and
+`redis-server` on the PATH); where a call would take longer than 20 seconds, "not run at this size"
+stands instead. Quote the ratios: machines are noisy.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import datetime
 import json
 import os
-import platform
-import shutil
-import subprocess
+import sys
 import tempfile
-import time
+from pathlib import Path
 
-import numpy as np
-from benchmarks.bench_assemble import fill
+# The package beside this file, which has its name; run as a script, this one is `__main__`.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kalos_ctx import ContextAssembler, SessionStore
+from rivals import chats, floors_part, measure, reuse_part, search_part, windows_part
 
-
-def timed(call, repeats, warm=200):
-    """p50 and p99 of a call, microseconds."""
-    for _ in range(min(warm, repeats)):
-        call()
-    out = np.empty(repeats)
-    clock = time.perf_counter_ns
-    gc.disable()
-    for i in range(repeats):
-        start = clock()
-        call()
-        out[i] = clock() - start
-    gc.enable()
-    return float(np.percentile(out, 50) / 1e3), float(np.percentile(out, 99) / 1e3)
+FLOORS = {
+    "windows": floors_part.windows,
+    "appends": floors_part.appends,
+    "reads": floors_part.reads,
+}
+PARTS = {
+    "turns": windows_part.growing,
+    "callers": windows_part.at_once,
+    "writes": windows_part.writes,
+    "recalls": search_part.recalls,
+    "reuse": reuse_part.reuse,
+}
 
 
-def redis_server(folder):
-    """A Redis on a Unix socket, and a client; None where there is none."""
-    try:
-        import redis
-    except ImportError:
-        return None, None
-    if shutil.which("redis-server") is None:
-        return None, None
-    path = os.path.join(folder, "redis.sock")
-    process = subprocess.Popen(
-        ["redis-server", "--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no"],
-        stdout=subprocess.DEVNULL,
-    )
-    client = redis.Redis(unix_socket_path=path)
-    for _ in range(200):
-        try:
-            client.ping()
-            break
-        except redis.exceptions.ConnectionError:
-            time.sleep(0.02)
-    return process, client
+def floors(name, out):
+    """Run a part that has floors, and print its rows with their ratio to the first."""
 
+    def say(what, value, base=None):
+        ratio = "" if base is None else f"{value[0] / base[0]:8.2f} x"
+        print(f"{what:45} {value[0]:10.2f} {value[1]:10.2f} {ratio}", flush=True)
+        out[what] = {"p50": measure.rounded(value[0]), "p99": measure.rounded(value[1])}
+        return value
 
-def windows(folder, say):
-    """8,192-token windows against raw int32 IDs from Redis."""
-    store = SessionStore.open(os.path.join(folder, "windows"))
-    fill(store, "short", 1_000, 40)
-    fill(store, "short400", 1_000, 400)
-    fill(store, "long", 100_000, 40)
-    assembler = ContextAssembler(store, device="cpu")
-
-    def window(session):
-        return lambda: assembler.assemble(session, max_tokens=8192).release()
-
-    base = say("window 8K, 1,000 turns of 40", timed(window("short"), 20_000))
-    say("window 8K, 1,000 turns of 400", timed(window("short400"), 20_000), base)
-    say("window 8K, 100,000 turns of 40", timed(window("long"), 20_000), base)
-    with assembler.assemble("short", max_tokens=8192) as one:
-        raw = one.token_ids.tobytes()
-    copy = np.frombuffer(raw, np.int32)
-    say("floor: numpy copy of the same window", timed(copy.copy, 20_000), base)
-    process, client = redis_server(folder)
-    if process is not None:
-        client.set("w", raw)
-        fetch = lambda: np.frombuffer(client.get("w"), np.int32)  # noqa: E731
-        say("rival: raw int32 from Redis, Unix socket", timed(fetch, 5_000), base)
-        process.terminate()
-        process.wait()
-    else:
-        print("  (no redis-server or no redis package: row left out)")
-    assembler.close()
-    store.close()
-
-
-def compile_floors(folder):
-    """Compile floors.c; its path, or None where there is no C compiler."""
-    compiler = os.environ.get("CC", "cc")
-    if shutil.which(compiler) is None:
-        print(f"  (no C compiler, {compiler}: floors left out)")
-        return None
-    target = os.path.join(folder, "floors")
-    source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "floors.c")
-    subprocess.run([compiler, "-O2", "-o", target, source], check=True)
-    return target
-
-
-def appends(folder, say):
-    """Turns of 1 KiB of token IDs, and the floor: the system calls alone, from C."""
-    ids = np.arange(256, dtype=np.int32)
-    rows = [{"role": "user", "token_ids": ids}] * 64
-    floors = compile_floors(folder)
-
-    def floor(name, what, repeats, base, turns=1):
-        if floors is None:
-            return
-        path = os.path.join(folder, "floor")
-        command = [floors, path, what, str(repeats)]
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        p50, p99 = (int(ns) / 1e3 / turns for ns in out.split())
-        say(f"floor in C: {name}", (p50, p99), base)
-        os.remove(path)
-
-    for durability, repeats in (("process", 50_000), ("each", 2_000), ("group", 2_000)):
-        store = SessionStore.open(os.path.join(folder, durability), durability=durability)
-        one = lambda: store.append("s", "user", token_ids=ids)  # noqa: B023, E731
-        base = say(f"append 1 KiB, {durability}", timed(one, repeats))
-        if durability == "process":
-            floor("pwrite of 1 KiB", "process", repeats, base)
-        else:
-            floor("pwrite of 1 KiB + fdatasync", "each", repeats, base)
-        if durability == "group":
-            p50, p99 = timed(lambda: store.extend("e", rows), 500, 20)  # noqa: B023
-            base = say("extend 64 x 1 KiB, group, a turn", (p50 / 64, p99 / 64))
-            floor("64 x pwrite + fdatasync, a turn", "group", 500, base, 64)
-        store.close()
-
-
-def reads(folder, say):
-    """Warm reads of a turn of 1,000 tokens."""
-    store = SessionStore.open(os.path.join(folder, "reads"))
-    for _ in range(100):
-        store.append("s", "user", token_ids=np.arange(1000, dtype=np.int32))
-    say("turn of 1,000 tokens, warm", timed(lambda: store.turns("s", 50, 51), 50_000))
-    store.close()
-
-
-def recalls(folder, say):
-    """Top 10 against numpy's matmul and argpartition."""
-    rng = np.random.default_rng(1)
-    for rows, dim in ((65_536, 128), (50_000, 384)):
-        vectors = rng.standard_normal((rows, dim), dtype=np.float32)
-        query = rng.standard_normal(dim, dtype=np.float32)
-        store = SessionStore.open(os.path.join(folder, f"recall{dim}"), metric="ip")
-        store.add_passages("docs", vectors)
-        assembler = ContextAssembler(store, device="cpu")
-        ours = lambda: assembler.recall(query, top_k=10, collections=("docs",))  # noqa: B023, E731
-        base = say(f"recall top 10 of {rows:,} x {dim} float32", timed(ours, 500, 20))
-
-        def numpy_way():
-            scores = vectors @ query  # noqa: B023
-            best = np.argpartition(scores, -10)[-10:]
-            return best[np.argsort(-scores[best])]
-
-        say("rival: numpy matmul + argpartition", timed(numpy_way, 500, 20), base)
-        assembler.close()
-        store.close()
-
-
-PARTS = {"windows": windows, "appends": appends, "reads": reads, "recalls": recalls}
+    with tempfile.TemporaryDirectory(prefix="kalos-rivals-") as folder:
+        FLOORS[name](folder, say)
 
 
 def main():
     """Run the parts that were asked for."""
+    names = [*PARTS, *FLOORS]
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without one")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--machine", metavar="NAME", help="also write results/NAME/rivals.json")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that all works")
     options = parser.parse_args()
-    figures = {}
-
-    def say(name, value, base=None):
-        ratio = "" if base is None else f"{value[0] / base[0]:8.2f} x"
-        print(f"{name:45s} {value[0]:10.2f} {value[1]:10.2f} {ratio}", flush=True)
-        figures[name] = value
-        return value
-
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
-    print(f"{'':45s} {'p50 us':>10s} {'p99 us':>10s} {'to first':>10s}")
-    with tempfile.TemporaryDirectory(prefix="kalos-rivals-") as folder:
-        for name in options.parts or PARTS:
-            PARTS[name](folder, say)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as f:
-            json.dump(figures, f, indent=1)
+    if strange := sorted(set(options.parts) - set(names)):
+        parser.error(f"no part is called {', '.join(strange)}")
+    chosen = options.parts or names
+    out = {
+        "version": 1,
+        "date": datetime.date.today().isoformat(),
+        "command": f"python asv_benchmarks/rivals.py {' '.join(sys.argv[1:])}".strip(),
+        "machine": measure.machine(options.machine or ""),
+        "versions": measure.versions(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "sizes": {
+            "budget": chats.BUDGET,
+            "turns": windows_part.TURNS,
+            "callers": windows_part.CALLERS,
+            "callers_turns": windows_part.CALLERS_TURNS,
+            "top_k": search_part.K,
+            "reuse_budget": reuse_part.BUDGET,
+            "limit_s": measure.LIMIT_S,
+            "messages": len(chats.pool()),
+        },
+    }
+    print(f"{out['machine']['cpu']}, {out['machine']['cores']} cores; microseconds, p50 and p99")
+    for name in chosen:
+        print(f"# {name}", flush=True)
+        if name in PARTS:
+            PARTS[name](lambda line: print(line, flush=True), out, quick=options.quick)
+        else:
+            floors(name, out.setdefault("floors", {}))
+        if options.machine:  # what was measured is kept where a later part fails
+            path = Path(measure.here("results", options.machine, "rivals.json"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            out["load_after"] = round(os.getloadavg()[0], 2)
+            path.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

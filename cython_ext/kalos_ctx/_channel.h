@@ -18,8 +18,8 @@
 
 #include "kalos_channel.h"
 
-#define KALOS_SPINS_FIRST 128u  // looks before the first yield
-#define KALOS_SPINS_EACH 32u    // looks between two of them
+#define KALOS_SPINS_FIRST 512u  // looks before the first yield, about 10 us
+#define KALOS_SPINS_EACH 64u    // looks between two of them
 
 // What a check found; the table in _channel.pyx has a sentence for each.
 enum kalos_refusal {

@@ -1,0 +1,1 @@
+"""What `rivals.py` runs, a part a module. Nothing here imports a rival until it is measured."""
