@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -207,3 +208,23 @@ def test_74_a_client_that_takes_no_answers_holds_up_only_itself(served):
                 sent += 1
         assert sent < 200_000
         assert_served(path)
+
+
+def test_a_client_with_all_its_requests_under_way_is_left_alone_until_one_is_answered(served):
+    sidecar, path = served
+    release = threading.Event()
+    calls = sidecar._calls._calls
+    real = calls["sessions"]
+    calls["sessions"] = (lambda **options: release.wait(60) and real[0](**options), real[1])
+    body = protocol.call_body(b"", b"", protocol.pack(["sessions", {}]))
+    with RawClient(path, transports=2) as raw:
+        (peer,) = sidecar._peers
+        for _ in range(12):  # more than may be under way at a time
+            raw.sock.sendall(raw.request(protocol.OP_CALL, body))
+        # Not looked at meanwhile: a socket that can always be written would keep the loop awake.
+        assert eventually(lambda: peer.is_full and peer.sock not in sidecar._selector.get_map())
+        assert_served(path)
+        release.set()
+        assert sorted(raw.read_message()[0].id for _ in range(12)) == list(range(1, 13))
+        assert eventually(lambda: peer.open_requests == 0)
+        assert peer.sock in sidecar._selector.get_map()

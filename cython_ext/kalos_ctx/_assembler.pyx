@@ -4,6 +4,8 @@ One window is made in five steps: look the session up, plan which turns stand in
 memory, copy. Each entry and each run of tokens is checked in the call that uses it; where the
 session changed under the call (a rollback, an erasure, a move to other files), it starts again.
 
+Longer than most files, since it is one class whose methods hand one window's parts on.
+
 The caller holds the GIL; only waiting for a slot and recall let go of it. What the spans of a
 window point to stays mapped while the window's parts live.
 """

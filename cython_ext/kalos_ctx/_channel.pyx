@@ -10,7 +10,7 @@ import errno as errnos
 import fcntl
 import os
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from kalos_ctx._channel_layout cimport (
@@ -181,10 +181,6 @@ cdef class StatusPage(Region):
         """Set a gauge."""
         self.page.gauges[<int>GAUGE_NAMES.index(name)] = value
 
-    def add_time(self, str stage, int64_t ns):
-        """Count a time in nanoseconds."""
-        kalos_stage_add(self.page, STAGE_NAMES.index(stage), ns)
-
     @property
     def state(self):
         """"starting", "ready" or "draining"."""
@@ -198,10 +194,6 @@ cdef class StatusPage(Region):
     def generation(self):
         """Which life of the sidecar."""
         return self.page.generation
-
-    def beat(self):
-        """The loop is alive."""
-        self.page.beat_ns = kalos_mono_ns()
 
     def read(self):
         """All of it as a dict: state, pid, times in seconds, counts, gauges, stages.
@@ -327,11 +319,6 @@ cdef class ClientChannel:
     def retired(self):
         """Whether the sidecar reads this channel no more."""
         return kalos_load_flag(&(<kalos_response_head*>self.responses.base).retired) != 0
-
-    @property
-    def num_free(self):
-        """Slots that no call uses."""
-        return bin(self.free_slots).count("1")
 
     cdef int lease(self) noexcept:
         """A slot that is free, or -1. Slots whose answer nobody waited for come back here."""

@@ -48,7 +48,8 @@ class Calls:
             for name in names:
                 call = getattr(owner, name)
                 # `plan` takes what `assemble` takes.
-                signature = inspect.signature(store_signature(owner, name))
+                described = assembler.assemble if name == "plan" else call
+                signature = inspect.signature(described)
                 taken = frozenset(signature.parameters) - {"session", "tenant", "stream", "out"}
                 self._calls[name] = (call, taken)
 
@@ -73,9 +74,3 @@ class Calls:
         if name == "recall" or (name == "set_segment" and not session):
             return call(tenant=tenant, session=session or None, **arguments)
         return call(session, tenant=tenant, **arguments)
-
-
-def store_signature(owner: Any, name: str) -> Callable[..., Any]:
-    """Return the function whose arguments a call takes."""
-    found: Callable[..., Any] = getattr(owner, "assemble" if name == "plan" else name)
-    return found

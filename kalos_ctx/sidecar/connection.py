@@ -17,8 +17,6 @@ from kalos_ctx._window_wire import WindowReader
 from kalos_ctx.errors import ProtocolError, SidecarTimeout, SidecarUnavailable
 from kalos_ctx.sidecar import endpoint, protocol
 
-RECEIVE_NBYTES = 1 << 16
-FEATURE_RECONNECT = 1
 # Of a wait for the answer, before the caller sleeps: about 30 us. None where there is one CPU.
 SPINS = 1500
 LATE_ANSWERS_MAX = 64
@@ -93,7 +91,7 @@ class Connection:
             self._sock.settimeout(max(0.001, until - time.monotonic()))
             self._sock.connect(path)
             hello = protocol.Hello(
-                features=FEATURE_RECONNECT if wanted.again else 0,
+                features=protocol.FEATURE_RECONNECT if wanted.again else 0,
                 modes=sum(protocol.MODES[mode] for mode in wanted.modes),
                 transports=sum(protocol.TRANSPORTS[name] for name in wanted.transports),
             )
@@ -121,7 +119,7 @@ class Connection:
             head = None
             while head is None or len(data) < protocol.HEAD.size + head.body_nbytes:
                 self._sock.settimeout(max(0.001, until - time.monotonic()))
-                part, some = endpoint.receive(self._sock, RECEIVE_NBYTES, descriptors=3 - len(fds))
+                part, some = endpoint.receive(self._sock, descriptors=3 - len(fds))
                 fds += some
                 if not part:
                     raise SidecarUnavailable("the sidecar ended the connection")
@@ -258,7 +256,7 @@ class Connection:
         try:
             if not select.select([self._sock], [], [], seconds)[0]:
                 return
-            data, _ = endpoint.receive(self._sock, RECEIVE_NBYTES)
+            data, _ = endpoint.receive(self._sock)
         except BlockingIOError:
             return
         except (OSError, ValueError):  # closed by another thread

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECEIVE_NBYTES = 1 << 16
 HANDSHAKES_A_USER = 256
-FEATURE_RECONNECT = 1  # a hello's bit: the client was connected before
 TICK_S = 0.25
 
 
@@ -288,12 +286,12 @@ class Control:
         events = 0 if peer.is_full else selectors.EVENT_READ
         if not done:
             events |= selectors.EVENT_WRITE
-        # A peer that may do neither is watched for its end alone: EPOLLHUP always comes.
         with contextlib.suppress(KeyError):
-            key = self._selector.get_key(peer.sock)
-            wanted = events or selectors.EVENT_WRITE
-            if key.events != wanted:
-                self._selector.modify(peer.sock, wanted, key.data)
+            self._selector.unregister(peer.sock)
+        # With all of its requests under way a peer is not watched until one is answered, which
+        # comes back here; its process's end is noticed all the same.
+        if events:
+            self._register(peer.sock, lambda ready: self._on_peer(peer, ready), events)
 
     def _on_peer(self, peer: Peer, events: int) -> None:
         if peer not in self._peers:
@@ -303,7 +301,7 @@ class Control:
         if not events & selectors.EVENT_READ or peer not in self._peers:
             return
         try:
-            data, _ = endpoint.receive(peer.sock, RECEIVE_NBYTES)
+            data, _ = endpoint.receive(peer.sock)
             if not data:
                 self._drop(peer, "it closed the connection")
                 return
@@ -350,13 +348,13 @@ class Control:
         if head.generation != self.generation:
             raise ProtocolError("the request is for another life of the sidecar")
         loop, raw, arrived = self._loop, peer.head_bytes, time.monotonic_ns()
-        peer.open_requests += 1
+        peer.begin_request()
 
         def answer() -> None:
             try:
                 data = loop.serve_message(peer, raw, body, arrived)
             finally:
-                peer.open_requests -= 1
+                peer.end_request()
             peer.send(data)
 
         self._workers.submit(answer)
@@ -375,7 +373,7 @@ class Control:
         transport, transport_why, channel = self._transport(peer, asked)
         granted = protocol.Hello(
             minor=min(asked.minor, protocol.MINOR),
-            features=asked.features & FEATURE_RECONNECT,
+            features=asked.features & protocol.FEATURE_RECONNECT,
             modes=protocol.MODES[mode],
             transports=protocol.TRANSPORTS[transport],
             request_nbytes=self.options.request_nbytes if channel else 0,
@@ -409,7 +407,7 @@ class Control:
         if channel is not None:
             channel.sent()
         peer.mode, peer.transport, peer.welcomed = mode, transport, True
-        if asked.features & FEATURE_RECONNECT:
+        if asked.features & protocol.FEATURE_RECONNECT:
             self.status.count("reconnects")
         log.info("client %d of user %d: %s by %s", peer.number, peer.who.uid, mode, transport)
 

@@ -24,6 +24,7 @@ PATH_NBYTES_MAX = 107  # sockaddr_un
 SO_PEERPIDFD = 77  # Linux 6.5
 UCRED = struct.Struct("iII")
 BACKLOG = 1024
+RECEIVE_NBYTES = 1 << 16
 
 
 class Endpoint:
@@ -191,7 +192,7 @@ def has_ended(sock: socket.socket) -> bool:
         return True
 
 
-def receive(sock: socket.socket, nbytes: int, *, descriptors: int = 0) -> tuple[bytes, list[int]]:
+def receive(sock: socket.socket, *, descriptors: int = 0) -> tuple[bytes, list[int]]:
     """Receive what is there, with at most `descriptors` descriptors.
 
     Raises
@@ -200,7 +201,7 @@ def receive(sock: socket.socket, nbytes: int, *, descriptors: int = 0) -> tuple[
         More came, or some were lost because this process may open no more; none stays open.
     """
     room = socket.CMSG_SPACE(4 * (descriptors + 1))
-    data, ancillary, flags, _ = sock.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

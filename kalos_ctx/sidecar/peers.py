@@ -78,6 +78,18 @@ class Peer:
                     self._unsent.popleft()
         return True
 
+    # ---- Requests by the socket: counted up on the control loop, down on a worker ----------------
+
+    def begin_request(self) -> None:
+        """A request was taken."""
+        with self._lock:
+            self.open_requests += 1
+
+    def end_request(self) -> None:
+        """It is answered."""
+        with self._lock:
+            self.open_requests -= 1
+
     @property
     def has_unsent(self) -> bool:
         """Whether answers wait for the socket."""

@@ -26,6 +26,7 @@ OP_HELLO, OP_WELCOME, OP_PING, OP_COUNT, OP_ASSEMBLE, OP_CALL = 1, 2, 16, 17, 18
 MODES = {"direct": 1, "served": 2}
 TRANSPORTS = {"memory": 1, "socket": 2}
 SLOTS = 8
+FEATURE_RECONNECT = 1  # a hello's bit: the client was connected before
 
 HEAD = struct.Struct("<IHHQQIIQ24x")
 HELLO = struct.Struct("<IHHIIQIIII24x")

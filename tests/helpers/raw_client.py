@@ -41,7 +41,7 @@ class RawClient:
             self.read_welcome()
 
     def read_welcome(self):
-        data, fds = endpoint.receive(self.sock, 1 << 16, descriptors=3)
+        data, fds = endpoint.receive(self.sock, descriptors=3)
         self.head = protocol.read_head(data[:64])
         body = data[64:]
         if self.head.status:
